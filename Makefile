@@ -2,7 +2,7 @@
 #   make serve   serve the default model at 127.0.0.1:8000
 #   make test    run every test
 #   make test-thorough run every test, and try ten times as much in those that try things at random
-#   make test-busy run every test beside two processes that keep both cores busy
+#   make test-busy run every test beside two processes that keep both cores busy (RUNS=10: ten times, up to the first failure)
 #   make fuzz    send 100,000 hostile requests to a server, over both protocols, and tell what they did to it
 #   make coverage  run every test and tell, room by room, which lines and branches none of them reaches
 #   make chaos   kill the engine 100 times at random moments under mixed load: no client may notice (ARGS="--kills 20 --seed 2")
@@ -18,7 +18,7 @@
 #   make docs    the documentation as a site in build/site (mkdocs-material goes into build/docs)
 #   make lint-deploy  check Dockerfile, compose, systemd and Kubernetes files (the tools go into build/deploy)
 #   make first-token  measure, step by step, how long a fresh clone and a fresh install take to their first token
-#   make proto   write the Python of the gRPC door's messages from its .proto file
+#   make proto   write the Python of gRPC's messages from its .proto file
 #   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into build/vllm: 2 GB)
 #   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
 #   make bench-cpu-peers   the default model by Weft and by llama.cpp on this machine's CPU (built in build/llama.cpp)
@@ -40,6 +40,7 @@ TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl),,$(if $(filter Linux,$(shell unam
 TORCH := $(PIP) install --constraint constraints.txt --only-binary :all: $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) torch
 WEFT := $(PIP) install --no-deps --no-build-isolation --editable .
 ARGS ?=
+RUNS ?= 1
 # Every test that starts a process would compile Weft anew where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 VLLM_ENV ?= build/vllm
@@ -70,7 +71,7 @@ test-thorough: .venv/installed-dev
 
 test-busy: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
-	$(BIN)/python -m tests.busy $(BIN)/python $(PYTEST) $(ARGS)
+	$(BIN)/python -m tests.busy --runs $(RUNS) $(BIN)/python $(PYTEST) $(ARGS)
 
 fuzz: .venv/installed-dev
 	$(BIN)/python -m tests.fuzz $(ARGS)

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,10 +62,38 @@ def settings_are_left_alone() -> Iterator[None]:
     assert {name: value for name, value in os.environ.items() if name.startswith("WEFT_")} == before
 
 
+SHORT = [
+    Path(__file__).parent / room for room in ("api", "text", "serving", "scheduler", "checkpoint", "machine", "hub")
+]
+"""Rooms whose files take a few seconds at most where they start no engine, the longer first."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Files that start engines come first: they take long, and workers end together when the last files are short."""
+    """Files that start engines come first, and short ones last: so the workers end together, and none is idle."""
     with_engines = {item.path for item in items if {"smollm2_files", "tiny_model"} & {*item.fixturenames}}
-    items.sort(key=lambda item: item.path not in with_engines)
+
+    def turn(item: pytest.Function) -> int:
+        if item.path in with_engines:
+            return -2
+        return next((number for number, room in enumerate(SHORT) if room in item.path.parents), -1)
+
+    items.sort(key=turn)
+
+
+_last_reports: dict[str, float] = {}
+"""When each worker told of a test for the last time."""
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if hasattr(report, "node"):
+        _last_reports[report.node.gateway.id] = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _last_reports:
+        idle = {worker: max(_last_reports.values()) - at for worker, at in sorted(_last_reports.items())}
+        told = ", ".join(f"{worker} {seconds:.0f} s" for worker, seconds in idle.items())
+        terminalreporter.write_line(f"Idle while the others ended: {told}")
 
 
 def pytest_collection_finish() -> None:

@@ -13,6 +13,7 @@ import faulthandler
 import io
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -34,26 +35,32 @@ from weft.engine.fork_server import PR_SET_NAME, ForkCommand, ForkServer, shared
 from weft.engine.process import engine_environment
 
 WEFT = "weft.__main__"
-IMPORTED = (WEFT, "weft.api.server", "weft.backends.native", "tests.api.serve_scripted")
+IMPORTED = (WEFT, "weft.api.server", "weft.backends.native", "tests.api.serve_scripted", "openai")
+"""What servers, commands and programs of the documentation import."""
 MAX_BYTES = 1 << 18
 
 
 class Process(Struct, frozen=True):
-    """Asks for a process that runs `module.main()`. With it come its stdout and its stderr."""
+    """Asks for a process that runs `module.main()`, or the program of this file. With it come its stdout and its
+    stderr."""
 
     module: str
     words: tuple[str, ...]
     environment: dict[str, str]
+    folder: str
+    stdin: str
 
 
 class Forked:
     """A fork, with what tests ask of a `subprocess.Popen`."""
 
-    def __init__(self, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, words: Sequence[str], environment: Mapping[str, str], folder: Path, stdin: Path
+    ) -> None:
         pipes = os.pipe(), os.pipe()
         self.stdout, self.stderr = (io.TextIOWrapper(io.FileIO(ours)) for ours, _ in pipes)
         self._fork = _front_end().fork(ForkCommand(__name__, ("run",)))
-        asked = msgspec.json.encode(Process(module, tuple(words), dict(environment)))
+        asked = msgspec.json.encode(Process(module, tuple(words), dict(environment), str(folder), str(stdin)))
         with self._fork.socket as sock:
             socket.send_fds(sock, [asked], [theirs for _, theirs in pipes])
         for _, theirs in pipes:
@@ -100,19 +107,40 @@ class Forked:
         self.wait(PATIENCE)
 
 
-def start(module: str, words: Sequence[str], environment: Mapping[str, str]) -> Forked | subprocess.Popen[str]:
-    """Start a process that runs a module, as a fork where that can be."""
+def start(
+    module: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path | None = None,
+    stdin: Path = Path(os.devnull),
+) -> Forked | subprocess.Popen[str]:
+    """Start a process that runs a module or a program, as a fork where that can be, in a folder or in this process's
+    own."""
+    folder = folder or Path.cwd()
     if can_fork():
-        return Forked(module, words, environment)
-    command = [sys.executable, "-m", module, *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(environment))
+        return Forked(module, words, environment, folder, stdin)
+    command = [sys.executable, *(() if _is_program(module) else ("-m",)), module, *words]
+    with stdin.open() as reads:
+        return subprocess.Popen(
+            command,
+            stdin=reads, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(environment), cwd=folder,
+        )  # fmt: skip
 
 
-def weft(*words: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def weft(*words: str, environment: Mapping[str, str], **how: Path) -> subprocess.CompletedProcess[str]:
     """Run a command of Weft to its end."""
-    with start(WEFT, words, environment) as process:
+    return run(WEFT, *words, environment=environment, **how)
+
+
+def run(module: str, *words: str, environment: Mapping[str, str], **how: Path) -> subprocess.CompletedProcess[str]:
+    """Run a module or a program to its end."""
+    with start(module, words, environment, **how) as process:
         stdout, stderr = process.communicate(timeout=PATIENCE)
         return subprocess.CompletedProcess(words, process.wait(PATIENCE), stdout, stderr)
+
+
+def _is_program(module: str) -> bool:
+    return module.endswith(".py")
 
 
 def _exit_code(end: str | None) -> int | None:
@@ -189,12 +217,17 @@ def _run(process: Process, fds: list[int]) -> NoReturn:
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(process.environment)
+    os.chdir(process.folder)
+    os.dup2(os.open(process.stdin, os.O_RDONLY), sys.stdin.fileno())
     _Inherited.spare = _Spare()
     fork_server.ForkServer = _Inherited
     sys.argv = [process.module, *process.words]
     code: Any = 0
     try:
-        import_module(process.module).main()
+        if _is_program(process.module):
+            runpy.run_path(process.module, run_name="__main__")
+        else:
+            import_module(process.module).main()
     except SystemExit as ended:
         code = ended.code
     except BaseException:

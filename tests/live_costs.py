@@ -2,7 +2,8 @@
 
 The same streams run all the time. Windows without watchers, with one and with four take turns, so that what else the
 machine does falls on all of them. Told is the CPU time of the api process and of the engine for each token generated.
-With --alone: the share of a core that watching takes by itself, the least of several runs.
+With --streams 0 nothing else runs, and told is the share of a core that watching takes of each process.
+With --alone: the same of the api process without HTTP, at its largest, the least of several runs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from weft.serving.admission import Admission
 from weft.serving.live import MAX_BLOCKS_READ, MAX_ENDED_KEPT, MAX_OPEN_SHOWN, READ_S, LiveView
 from weft.types import ControlMessage, Output
 
-WATCHERS = (0, 1, 4)
+WATCHERS = (0, 1, 4, 8)
 
 
 class Window(Struct, frozen=True):
@@ -113,6 +114,15 @@ async def measure(server: TinyServer, *, streams: int, seconds: float, rounds: i
             load.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
     return found
+
+
+def idle_table(found: dict[int, list[Window]]) -> Table:
+    table = Table("watchers", "api process", "engine", box=None, pad_edge=False)
+    for count, windows in found.items():
+        api = statistics.median(window.api_s / window.seconds for window in windows)
+        engine = statistics.median(window.engine_s / window.seconds for window in windows)
+        table.add_row(str(count), f"{api:.3%} of a core", f"{engine:.3%} of a core")
+    return table
 
 
 def table_of(found: dict[int, list[Window]]) -> Table:
@@ -216,7 +226,7 @@ def main() -> None:
             found = asyncio.run(
                 measure(server, streams=options.streams, seconds=options.seconds, rounds=options.rounds)
             )
-    Console().print(table_of(found))
+    Console().print(table_of(found) if options.streams else idle_table(found))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -28,12 +29,14 @@ from weft.chat_client import LocalModel
 from weft.chat_session import ChatSession
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ContextTooLong, InvalidRequest, ModelError
+from weft.machine.devices import Device
 from weft.machine.hardware import Machine, Memory, inspect_machine
 from weft.options import Config, settings
 from weft.terminal import LocalEngine
 from weft.text.parsers.styles import reasoning_style
 from weft.types import Output, SamplingParams
 
+ROOT = Path(__file__).parents[1]
 WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
 
 
@@ -163,6 +166,25 @@ def test_a_shell_completes_commands_and_models(shell: str, tmp_path: Path) -> No
     assert "llama3.2" not in done.stdout
 
 
+@pytest.mark.parametrize("begun", ["", "0"])
+def test_bash_completes_what_is_behind_a_colon(begun: str, tmp_path: Path) -> None:
+    """Bash itself takes the words apart, asks, and puts the answer in the place of the last part."""
+    program = tmp_path / "weft"
+    program.write_text(f"#!{sys.executable}\nfrom weft.cli import main\nmain()\n")
+    program.chmod(0o755)
+    script = f"""
+        eval "$(_WEFT_COMPLETE=source_bash weft)"
+        COMP_WORDS=(weft run qwen3 : {begun}) COMP_CWORD={4 if begun else 3}
+        _weft_completion weft
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, "WEFT_HOME": str(tmp_path / "home"), "PATH": path, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert "0.6b" in done.stdout.split() and "llama3.2" not in done.stdout, done.stderr
+    assert "1.7b" not in done.stdout if begun else "1.7b" in done.stdout.split()
+
+
 def test_json_for_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, smollm2_files: ModelFiles) -> None:
     listed = {model["name"]: model for model in json.loads(invoke("models", "--all", "--json").output)}
     assert listed["smollm2"]["installed"] and listed["smollm2"]["size_bytes"] == 98_362_432
@@ -180,6 +202,16 @@ def test_json_for_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, smoll
     (tmp_path / "weft.toml").write_text("[server]\nport = 1\n")
     [changed] = json.loads(invoke("config", "check", str(tmp_path / "weft.toml"), "--json").output)
     assert (changed["setting"], changed["value"]) == ("port", "1")
+
+
+@pytest.mark.parametrize(
+    ("capability", "gigabytes"), [((9, 0), 4.92 * 1.55), ((7, 5), 2 * 8.03)], ids=("blocks", "bfloat16")
+)
+def test_models_on_a_gpu_are_as_large_as_it_holds_them(capability: tuple[int, int], gigabytes: float) -> None:
+    gpu = Device(kind="cuda", index=0, name="GPU", total=16 * 10**9, free=15 * 10**9, capability=capability)
+    machine = replace(inspect_machine(), devices=(gpu,))
+    needed, free = model_commands._memory(machine, 4.92, 8.03, "Q4_K_M")
+    assert needed == int(gigabytes * 10**9) + model_commands.BESIDE_WEIGHTS and free == gpu.free
 
 
 def test_show_tells_geometry_template_and_memory(smollm2_files: ModelFiles) -> None:
@@ -217,6 +249,7 @@ def test_doctor_and_models_on_an_empty_home(monkeypatch: pytest.MonkeyPatch, tmp
     text = invoke("doctor").output
     for name in ("python", "cores", "memory", "torch", "cuda", str(tmp_path)):
         assert name in text
+    assert re.search(r"^weft +" + re.escape(__version__), text, re.MULTILINE)
 
 
 @pytest.fixture
@@ -313,7 +346,7 @@ def test_settings_of_a_chat_reach_the_model(local: LocalEngine) -> None:
     told = converse(local, "/set temperature 0.5", "/set stop \\n\\n", "/set top_k x", "hi", sampling={"seed": 7})
     params = local.engine.submitted[-1].params  # type: ignore[attr-defined]
     assert (params.temperature, params.stop, params.seed) == (0.5, ("\n\n",), 7)
-    assert "top_k is a whole number, and 'x' is none." in told
+    assert "top_k must be a whole number, not 'x'." in told
     assert "tok/s" not in converse(local, "/set stats off", "hi")
 
 
@@ -347,7 +380,7 @@ def test_what_is_too_long_is_not_sent(local: LocalEngine, monkeypatch: pytest.Mo
 def test_a_file_that_is_no_conversation_changes_nothing(local: LocalEngine, tmp_path: Path) -> None:
     for content in ("[]", '{"messages": [{"role": "boss", "content": "x"}]}', "\0"):
         (tmp_path / "chat.json").write_text(content)
-        assert "is no saved conversation" in converse(local, f"/load {tmp_path / 'chat.json'}")
+        assert "is not a saved conversation" in converse(local, f"/load {tmp_path / 'chat.json'}")
     (tmp_path / "there.json").write_text("")
     assert "exists. Give another name." in converse(local, f"/save {tmp_path / 'there.json'}")
 

@@ -2,26 +2,30 @@
 
 A fence ```sh is run; ```sh needs=gpu says what a machine must have for it, and is only read: its commands of Weft are
 parsed by the real command line, and the targets of make must be there. `weft serve` starts a server for the commands
-after it, up to the next one or the end of the page.
+after it, up to the next one or the end of the page. The programs of examples/ are run by tests/examples. A command that
+stands on several pages and needs no server is run once.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from tests import forked
 from tests.e2e.server import Server
 from tests.waiting import PATIENCE
 from weft.bench.commands import app as bench_app
@@ -43,7 +47,12 @@ COMMAND = re.compile(
     re.MULTILINE,
 )
 SHORT = ("--max-model-len", "1024")
-"""Answers are drawn at random, and most requests of the pages set no limit: one that rambles would go on for minutes."""
+"""Answers are random, and most requests of the pages set no limit: one that rambles would go on for minutes."""
+EXAMPLE = re.compile(r"(?:[A-Z_]+=\S+ )?python (examples/\w+\.py)\b.*")
+ALONE = re.compile(r"weft (?:doctor|models|plan|show)\b")
+"""Commands that say the same wherever they stand."""
+PLAIN = re.compile(r"(?:(?P<before>(?:cat|echo) [^|;&<>$]+) \| )?(?P<weft>weft [^|;&<>$]+)")
+"""Commands that need no shell: they are forks of a process that has imported everything."""
 RUN_WITH_A_TINY_MODEL = {(ROOT / "docs/API.md", "python")}
 """Programs that tests/api/test_api_docs.py runs."""
 
@@ -73,23 +82,27 @@ def commands(text: str) -> list[str]:
             found.append(open_line)
             open_line = ""
     assert not open_line, f"a quote is open at the end of the block: {open_line}"
-    return [command for command in found if command.strip() and not command.startswith("#")]
-
-
-def is_serve(command: str) -> bool:
-    return command.startswith("weft serve")
+    return [re.sub(r"\s+#.*", "", command) for command in found if command.strip() and not command.startswith("#")]
 
 
 class Shell:
     """A folder with examples/ and deploy/ in it, the `weft` of this checkout, and the server that was started last."""
+
+    _done: ClassVar[set[tuple[str, ...]]] = set()
+    """The words of commands that were run already."""
 
     def __init__(self, folder: Path, plain: Server, stack: ExitStack) -> None:
         self._folder = folder
         self._plain = plain
         self._stack = stack
         self._server = plain
-        for name in ("examples", "deploy"):
-            (folder / name).symlink_to(ROOT / name)
+        (folder / "deploy").symlink_to(ROOT / "deploy")
+        (folder / "examples").mkdir()
+        for path in (ROOT / "examples").iterdir():
+            (folder / "examples" / path.name).symlink_to(path)
+        # It is summarised, and the model would read all of it.
+        (folder / "examples/README.md").unlink()
+        (folder / "examples/README.md").write_text((ROOT / "examples/README.md").read_text()[:400])
         (folder / "bin").mkdir()
         for name, words in (("weft", "-m weft"), ("python", "")):
             (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
@@ -97,32 +110,62 @@ class Shell:
         (folder / ".curlrc").write_text("fail-with-body\n")
 
     def run(self, text: str) -> None:
-        for is_server, group in groupby(commands(text), is_serve):
-            if is_server:
-                for command in group:
-                    self._serve(command)
+        for by, group in groupby(commands(text), self._way):
+            if by == self._run_shell:
+                self._run_shell("\n".join(group))
             else:
-                self._run(["bash", "-euo", "pipefail", "-c"], "\n".join(group))
+                for command in group:
+                    by(command)
+
+    def _way(self, command: str) -> Callable[[str], object]:
+        """How a command is run."""
+        if command.startswith("weft serve"):
+            return self._serve
+        if EXAMPLE.fullmatch(command):
+            return self._check_example
+        return self._run_weft if PLAIN.fullmatch(command) else self._run_shell
 
     def _serve(self, command: str) -> None:
         self._stack.close()
         flags = self._serve_flags(command)
         self._server = self._stack.enter_context(Server(*flags, *SHORT)) if flags else self._plain
 
-    def run_python(self, program: str) -> None:
-        self._run([sys.executable, "-c"], program)
+    def _check_example(self, command: str) -> None:
+        found = EXAMPLE.fullmatch(command)
+        assert found and (self._folder / found[1]).is_file(), command
 
-    def _run(self, program: list[str], command: str) -> None:
-        command = re.sub(r"http://(?:127\.0\.0\.1|localhost):8000", self._server.url, command)
+    def _run_weft(self, command: str) -> None:
+        found = PLAIN.fullmatch(self._at_the_server(command))
+        assert found is not None
+        words = tuple(shlex.split(found["weft"]))
+        (self._folder / "stdin").write_text(self._run_shell(found["before"] or ""))
+        if words not in self._done:
+            self._fork(command, forked.WEFT, *words[1:], stdin=self._folder / "stdin")
+        if ALONE.match(command):
+            self._done.add(words)
+
+    def _run_shell(self, text: str) -> str:
         done = subprocess.run(
-            [*program, command],
+            ["bash", "-euo", "pipefail", "-c", self._at_the_server(text)],
             cwd=self._folder, env=self._environment(), capture_output=True, text=True, check=False, timeout=PATIENCE,
         )  # fmt: skip
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        _check(text, done)
+        return done.stdout
+
+    def run_python(self, text: str) -> None:
+        program = self._folder / "program.py"
+        program.write_text(self._at_the_server(text))
+        self._fork(text, str(program))
+
+    def _fork(self, text: str, module: str, *words: str, **how: Path) -> None:
+        _check(text, forked.run(module, *words, environment=self._environment(), folder=self._folder, **how))
+
+    def _at_the_server(self, text: str) -> str:
+        return re.sub(r"http://(?:127\.0\.0\.1|localhost):8000", self._server.url, text)
 
     def _serve_flags(self, command: str) -> list[str]:
         """The flags with which a test may start it: this machine's address, and files of this folder."""
-        words = shlex.split(command, comments=True)[2:]
+        words = shlex.split(command)[2:]
         flags = [word for word in words if word not in ("smollm2", "--host", "0.0.0.0")]
         return [str(self._folder / flag) if (self._folder / flag).is_file() else flag for flag in flags]
 
@@ -130,6 +173,10 @@ class Shell:
         path = f"{self._folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         where = {"SERVER_URL": self._server.url, "SERVER_GRPC": f"127.0.0.1:{self._server.grpc_port()}"}
         return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CURL_HOME": str(self._folder), **where}
+
+
+def _check(command: str, done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +213,17 @@ def test_every_block_of_commands_is_run_or_says_what_it_needs(page: Path) -> Non
     assert [needs for _, needs in reference.FENCE.findall(page.read_text())] == marked  # The site tells them in words.
 
 
+@functools.cache
+def parser(of: typer.Typer) -> TyperCommand | TyperGroup:
+    return typer.main.get_command(of)
+
+
 def command_of(words: list[str]) -> tuple[TyperCommand | TyperGroup, list[str]]:
     """The command that words name, and the words behind its name."""
-    group: TyperCommand | TyperGroup = typer.main.get_command(app)
+    group = parser(app)
     while isinstance(group, TyperGroup) and words:
         name, *words = words
-        group = typer.main.get_command(bench_app) if name == "bench" else group.commands[name]
+        group = parser(bench_app) if name == "bench" else group.commands[name]
     return group, words
 
 
@@ -192,7 +244,7 @@ def test_every_command_of_weft_is_one_that_its_command_line_takes(page: Path) ->
             continue  # a form, as in weft COMMAND --help, or several commands at once
         words = shlex.split(text)
         if text.startswith("-"):  # an option of `weft` itself
-            assert words[0] in {"--help", *(flag for each in typer.main.get_command(app).params for flag in each.opts)}
+            assert words[0] in {"--help", *(flag for each in parser(app).params for flag in each.opts)}
             continue
         try:
             while words:

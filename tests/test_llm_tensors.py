@@ -62,7 +62,7 @@ def test_rows_are_prompts_and_stand_among_token_ids(engine: ScriptedEngine) -> N
         assert refused.value.param == "prompt[1].shape"
         with pytest.raises(InvalidRequest, match=r"float64.*possible are float32"):
             model.generate(ROWS.astype(np.float64))
-        with pytest.raises(InvalidRequest, match="'two' is no token id"):
+        with pytest.raises(InvalidRequest, match="'two' is not a token id"):
             model.generate([5, ROWS, "two"])
 
     def shown(prompt: Any) -> list[Any]:

@@ -108,12 +108,11 @@ def test_a_wheel_made_from_the_sdist_is_the_same(wheel: Path, sdist: Path, tmp_p
     assert files(build_wheel(source, tmp_path / "dist")) == files(wheel)
 
 
-def test_the_installed_wheel_tells_its_version_and_looks_at_the_machine(environment: Path) -> None:
+def test_the_installed_wheel_tells_its_version(environment: Path) -> None:
     assert weft_command(environment, "version") == f"weft {weft.__version__}\n"
     python = environment / "bin/python"
     where = run(python, "-c", "import weft; print(weft.__file__)", cwd=environment, env={})
     assert where.startswith(str(environment))
-    assert re.search(r"^weft +" + re.escape(weft.__version__), weft_command(environment, "doctor"), re.MULTILINE)
 
 
 def test_the_installed_wheel_generates(environment: Path, smollm2_files: ModelFiles) -> None:

@@ -15,6 +15,7 @@ SLEEPERS = {"time", "asyncio", "anyio"}
 
 CLOCKS = {name + unit for name in ("process_time", "perf_counter", "monotonic", "thread_time") for unit in ("", "_ns")}
 """These functions of `time` measure how long something takes."""
+ASKING = {"get", "post", "put", "patch", "delete", "head", "options", "request", "stream", "Client", "AsyncClient"}
 NUMBER = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context)
 
 MAY_SLEEP = {
@@ -30,9 +31,21 @@ MAY_SLEEP = {
 
 
 def sleeps(source: str) -> Iterator[int]:
-    """The lines that call sleep for longer than one turn of an event loop: any argument but a literal 0."""
-    for call in _calls(ast.parse(source), SLEEPERS, {"sleep"}):
+    """The lines that call sleep for longer than one turn of an event loop: any argument but a literal 0. A browser's
+    pages sleep as well."""
+    tree = ast.parse(source)
+    for call in _calls(tree, SLEEPERS, {"sleep"}):
         if not _is_zero(call):
+            yield call.lineno
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "wait_for_timeout":
+            yield node.lineno
+
+
+def impatient_clients(source: str) -> Iterator[int]:
+    """Yield the lines that ask a server with httpx's own patience, which is five seconds."""
+    for call in _calls(ast.parse(source), {"httpx"}, ASKING):
+        if not {"timeout", "transport", None}.intersection(keyword.arg for keyword in call.keywords):
             yield call.lineno
 
 
@@ -92,9 +105,19 @@ def texts() -> dict[str, str]:
 
 def test_no_test_waits_for_time(texts: dict[str, str]) -> None:
     """On a busy machine what was to happen meanwhile has not happened: a test waits for it, with tests/waiting.py."""
-    sleepers = {name: text for name, text in texts.items() if "sleep" in text and name not in MAY_SLEEP}
+    words = ("sleep", "wait_for_timeout")
+    sleepers = {
+        name: text for name, text in texts.items() if name not in MAY_SLEEP and any(word in text for word in words)
+    }
     found = [f"{name}:{line}" for name, text in sleepers.items() for line in sleeps(text)]
     assert not found, f"wait for a condition (tests/waiting.py), an Event, or on the virtual clock: {found}"
+
+
+def test_no_client_gives_up_after_a_few_seconds(texts: dict[str, str]) -> None:
+    """An answer takes as long as a busy machine needs for it."""
+    clients = {name: text for name, text in texts.items() if "httpx" in text}
+    found = [f"{name}:{line}" for name, text in clients.items() for line in impatient_clients(text)]
+    assert not found, f"give timeout=PATIENCE (tests/waiting.py): {found}"
 
 
 def test_no_test_asserts_how_long_something_took(texts: dict[str, str]) -> None:
@@ -116,6 +139,7 @@ def test_no_test_asserts_how_long_something_took(texts: dict[str, str]) -> None:
         "from asyncio import sleep as nap\nnap(delay=1)",
         "import anyio\nanyio.sleep(2)",
         "def f():\n    import time\n    time.sleep(1)",
+        "def f(page):\n    page.wait_for_timeout(500)",
     ],
 )
 def test_a_sleep_is_found(source: str) -> None:
@@ -133,6 +157,19 @@ def test_a_sleep_is_found(source: str) -> None:
 )
 def test_what_waits_for_no_time_is_left_alone(source: str) -> None:
     assert not list(sleeps(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("import httpx\nhttpx.get(url)", 1),
+        ("import httpx\nwith httpx.Client(base_url=url) as client: ...", 1),
+        ("from httpx import AsyncClient\nAsyncClient()", 1),
+        ("import httpx\nhttpx.post(url, timeout=PATIENCE)\nhttpx.Client(transport=of(app))\nhttpx.Client(**how)", 0),
+    ],
+)
+def test_an_impatient_client_is_found(source: str, count: int) -> None:
+    assert len(list(impatient_clients(source))) == count
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Measures, step by step, how long a new user waits for the first token: python tools/first_token.py [--runs N].
+"""Measures, step by step, how long a new user waits for the first token: python tools/first_token.py [--runs N] [--commit C].
 
 Two ways: from a clone (`git clone`, `make` what `make serve` needs, `weft serve`, one chat), and from the wheel (a
 virtual environment, `pip install`, `weft generate`). Everything is made in a temporary folder: caches of models and
@@ -82,9 +82,10 @@ def first_piece(port: int) -> None:
     connection.close()
 
 
-def from_clone(folder: Path, python: str) -> Steps:
+def from_clone(folder: Path, python: str, commit: str) -> Steps:
     watch, clone, env = Stopwatch(), folder / "weft", environment(folder)
     watch.time("git clone", lambda: run("git", "clone", "--quiet", ROOT, clone, cwd=folder, env=env))
+    run("git", "checkout", "--quiet", commit, cwd=clone, env=env)
     install = ("make", "--silent", ".venv/installed", f"PYTHON={python}")
     watch.time("make: virtual environment and packages", lambda: run(*install, cwd=clone, env=env))
     serve(watch, clone / ".venv/bin/weft", clone, env, "first ")
@@ -110,7 +111,7 @@ def serve(watch: Stopwatch, weft: Path, cwd: Path, env: dict[str, str], which: s
         process.wait(120)
 
 
-def from_wheel(folder: Path, python: str) -> Steps:
+def from_wheel(folder: Path, python: str, commit: str) -> Steps:
     """The wheel is built before the clock runs; torch is what pip finds, in the version of constraints.txt."""
     env = environment(folder)
     pip = (
@@ -124,7 +125,9 @@ def from_wheel(folder: Path, python: str) -> Steps:
         "--wheel-dir",
         folder / "dist",
     )
-    run(*pip, ROOT, cwd=folder, env=env)
+    run("git", "clone", "--quiet", ROOT, folder / "source", cwd=folder, env=env)
+    run("git", "checkout", "--quiet", commit, cwd=folder / "source", env=env)
+    run(*pip, folder / "source", cwd=folder, env=env)
     (wheel,) = (folder / "dist").glob("*.whl")
     watch, venv = Stopwatch(), folder / "venv"
     watch.time("python -m venv", lambda: run(python, "-m", "venv", venv, cwd=folder, env=env))
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS])
     parser.add_argument("--python", default=sys.executable, help="the Python of the new environments")
+    parser.add_argument("--commit", default="HEAD", help="the state of the repository that is measured")
     asked = parser.parse_args()
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     sys.stdout.write(f"{machine}; medians of {asked.runs} runs\n")
@@ -162,7 +166,7 @@ def main() -> None:
         for _ in range(asked.runs):
             folder = Path(tempfile.mkdtemp(prefix="weft-first-token-"))
             try:
-                runs.append(WAYS[way](folder, asked.python))
+                runs.append(WAYS[way](folder, asked.python, asked.commit))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         sys.stdout.write(f"\n{table(f'from a {way}', runs)}\n")

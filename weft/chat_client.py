@@ -279,7 +279,7 @@ class ServerModel:
         try:
             return msgspec.json.decode(content, type=form)
         except msgspec.DecodeError as error:
-            raise Unavailable(f"What the server at {self.place} answers is not understood: {error}.") from error
+            raise Unavailable(f"The answer of the server at {self.place} is not understood: {error}.") from error
 
 
 def _first_bytes(answer: httpx.Response, most: int) -> bytes:
@@ -299,7 +299,7 @@ def base_url(url: str) -> str:
     except ValueError:
         is_good = False
     if not is_good:
-        raise ConfigError("--url is no address of a server.", hint="Such as http://127.0.0.1:8000.")
+        raise ConfigError("--url is not the URL of a server.", hint="Such as http://127.0.0.1:8000.")
     if parts.username is not None or parts.password is not None:
         raise ConfigError("--url has a name or a password in it.", hint="Give the key with --api-key.")
     return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")

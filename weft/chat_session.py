@@ -218,21 +218,28 @@ class ChatSession:
             if value not in ("on", "off"):
                 raise InvalidRequest(f"{name} is on or off.", hint=f"As in /set {name} off.")
             self._shows[name] = value == "on"
+            self._say(f"{name}: {value}")
         elif name not in SAMPLING:
             raise InvalidRequest(
                 f"There is no setting {name!r}.", hint=f"Possible: {', '.join([*SAMPLING, *self._shows])}."
             )
         elif value == "default":
             self._sampling.pop(name, None)
+            self._say(f"{name}: {self._shown(name)}")
         else:
             changed = {**self._sampling, name: _value(name, value)}
             check_sampling(changed)
             self._sampling = changed
+            self._say(f"{name}: {self._shown(name)}")
+
+    def _shown(self, name: str) -> str:
+        unset = "not set" if name in ("max_tokens", "seed", "stop") else "the model's own"
+        return printable(str(self._sampling.get(name, unset)))
 
     def _show_settings(self) -> None:
         table = Table(box=None, show_header=False, pad_edge=False)
         for name in SAMPLING:
-            table.add_row(name, printable(str(self._sampling.get(name, "the model's own"))))
+            table.add_row(name, self._shown(name))
         for name, is_on in self._shows.items():
             table.add_row(name, "on" if is_on else "off")
         self._console.print(table, highlight=False, markup=False)
@@ -269,7 +276,7 @@ class ChatSession:
         except OSError as error:
             raise InvalidRequest(f"{path}: {error.strerror}.") from error
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"{path} is no saved conversation: {error}.") from error
+            raise InvalidRequest(f"{path} is not a saved conversation: {error}.") from error
         self._system = next((turn.content for turn in saved.messages if turn.role == "system"), "")
         self._messages = [turn for turn in saved.messages if turn.role != "system"]
         self._say(f"{path}: {len(saved.messages)} messages")
@@ -296,6 +303,7 @@ class ChatSession:
 
     def _run_clear(self, argument: str) -> None:
         self._messages = []
+        self._say("The conversation is forgotten.")
 
     def _run_exit(self, argument: str) -> None:
         raise Leave
@@ -327,7 +335,7 @@ def _value(name: str, text: str) -> Any:
         return kind(text)
     except ValueError as error:
         wanted = "a whole number" if kind is int else "a number"
-        raise InvalidRequest(f"{name} is {wanted}, and {text!r:.80} is none.", hint=f"As in /set {name} 1.") from error
+        raise InvalidRequest(f"{name} must be {wanted}, not {text!r:.80}.", hint=f"As in /set {name} 1.") from error
 
 
 def _path(argument: str, command: str) -> Path:
@@ -336,7 +344,7 @@ def _path(argument: str, command: str) -> Path:
     try:
         return Path(argument).expanduser()
     except RuntimeError as error:
-        raise InvalidRequest(f"{argument!r:.200} is no file.") from error
+        raise InvalidRequest(f"{argument!r:.200} is not a file.") from error
 
 
 # The line editor.

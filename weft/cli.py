@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from weft.command_flags import (
     JsonFlag,
     configured,
     console,
+    join_completed_words,
 )
 from weft.config import FORMATS, differences, load, shown_value, template
 from weft.errors import ConfigError, Unavailable, WeftError
@@ -43,6 +45,8 @@ def main() -> None:
     """Run a command; an error meant for the user is a line or two, and never a traceback."""
     try:
         expect_engine_early(sys.argv[1:])
+        if os.environ.get("_WEFT_COMPLETE") == "complete_bash":
+            join_completed_words()
         app()
     except WeftError as error:
         _show_error(error)

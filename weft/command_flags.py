@@ -6,6 +6,7 @@ A command's --help shows the flags that people use; --help-all shows every one t
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -166,7 +167,22 @@ def complete_model(incomplete: str) -> Iterable[str]:
     from weft.hub.snapshots import list_models
 
     names = {*CATALOGUE, *SHORT_NAMES, *(model.name for model in list_models())}
-    return sorted(name for name in names if name.startswith(incomplete))
+    before = os.environ.get(BEFORE_COLON, "")
+    return sorted(name.removeprefix(before) for name in names if name.startswith(before + incomplete))
+
+
+BEFORE_COLON = "_WEFT_COMPLETE_BEFORE_COLON"
+
+
+def join_completed_words() -> None:
+    """Take the beginning of a model's name out of the words that bash completes: it takes words apart at colons, and
+    puts what it is told in the place of the part behind them."""
+    words = os.environ.get("COMP_WORDS", "").split("\n")[: int(os.environ.get("COMP_CWORD") or 0) + 1]
+    begun = "" if words[-1:] == [":"] else words.pop()
+    if words[-1:] == [":"] and len(words) > 2:
+        os.environ[BEFORE_COLON] = f"{words[-2]}:"
+        words[-2:] = [begun]
+        os.environ.update(COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1))
 
 
 SAMPLING: dict[str, tuple[Any, str]] = {

@@ -64,7 +64,8 @@ def ps(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) ->
     if as_json:
         typer.echo(msgspec.json.encode([_listed(model) for model in models]).decode())
     else:
-        Console().print(models_table(models))
+        console = Console()
+        console.print(models_table(models, console.width))
 
 
 def _listed(model: LiveModel) -> dict[str, object]:

@@ -113,15 +113,23 @@ def _bar(name: PhaseName, length: int, console: Console) -> tuple[str, str]:
     return ("█" if has_colours else LETTERS[name]) * length, COLOURS[name]
 
 
-def models_table(models: list[LiveModel]) -> Table:
-    table = Table("name", "state", "engine", "device", box=None, pad_edge=False)
-    for name in ("memory", "running", "waiting", "restarts"):
+MIN_WIDTH_OF_ENGINES = 64
+
+
+def models_table(models: list[LiveModel], width: int = 80) -> Table:
+    """Return a line for each model; a narrow terminal is not told of the engines."""
+    table = Table("name", "state", box=None, pad_edge=False)
+    is_wide = width >= MIN_WIDTH_OF_ENGINES
+    for name in ("engine", "device") if is_wide else ():
+        table.add_column(name)
+    for name in ("memory", "running", "waiting", *(["restarts"] if is_wide else [])):
         table.add_column(name, justify="right")
     for model in models:
         state = _plain(f"{model.state} {model.stage}".strip())
-        counts = map(str, (model.running, model.waiting, model.restarts))
-        device = _plain(model.device) or "-"
-        table.add_row(_plain(model.name), state, _plain(model.engine), device, _size(model.memory_bytes), *counts)
+        engine = (_plain(model.engine), _plain(model.device) or "-") if is_wide else ()
+        counts = [str(count) for count in (model.running, model.waiting, model.restarts)]
+        cells = (_plain(model.name), state, *engine, _size(model.memory_bytes), *counts)
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 

@@ -155,14 +155,14 @@ class LLM:
         if _is_rows(prompt):
             return self._mixed_prompt([prompt])
         if not isinstance(prompt, Iterable):
-            raise InvalidRequest(f"{prompt!r:.200} is no prompt: {PROMPTS}")
+            raise InvalidRequest(f"{prompt!r:.200} is not a prompt: {PROMPTS}")
         parts: list[Any] = list(prompt)
         is_chat = bool(parts) and isinstance(parts[0], Mapping)
         if not is_chat and any(map(_is_rows, parts)):
             return self._mixed_prompt(parts)
         for part in parts:
             if not (isinstance(part, Mapping) if is_chat else _is_token_id(part)):
-                raise InvalidRequest(f"{part!r:.200} is no {'message' if is_chat else 'token id'}: {PROMPTS}")
+                raise InvalidRequest(f"{part!r:.200} is not a {'message' if is_chat else 'token id'}: {PROMPTS}")
         return chat_prompt(self._engine, parts) if is_chat else [int(token) for token in parts]
 
     def _mixed_prompt(self, parts: list[Any]) -> EnginePrompt:
@@ -175,7 +175,7 @@ class LLM:
             elif _is_token_id(part):
                 joined.append([int(part)])
             else:
-                raise InvalidRequest(f"{part!r:.200} is no token id: {PROMPTS}")
+                raise InvalidRequest(f"{part!r:.200} is not a token id: {PROMPTS}")
         return mixed_prompt(joined, self._engine)
 
     def _answer_all(

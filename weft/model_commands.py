@@ -20,8 +20,15 @@ CONTEXTS = (2048, 8192, 32768, 131072)
 """The contexts that `weft show` plans, with the model's own."""
 PANELS_PER_BYTE = {"Q4_K_M": 1.5, "Q8_0": 1.06}
 """Bytes that the weights of a GGUF file take on a CPU for each byte of the file, by its quantisation."""
+BLOCKS_PER_BYTE = {"Q4_K_M": 1.55, "Q8_0": 1.25}
+"""The same on a GPU that multiplies numbers of four and eight bits, where embeddings are of two bytes."""
+FIRST_WITH_BLOCKS = (8, 0)
+"""GPUs of an older compute capability hold the weights of a GGUF file as bfloat16."""
 BESIDE_WEIGHTS = 2**30
 """An estimate of what the cache, a step and the libraries take at least."""
+
+MIN_WIDTH_OF_SOURCES = 64
+"""Columns of a terminal below which a list of models does not tell where they come from."""
 
 app = typer.Typer()
 
@@ -49,10 +56,16 @@ def rm(
     revision: Annotated[str, typer.Option(help="Remove this commit of a hub model alone.")] = "",
 ) -> None:
     """Remove a model from this machine, if Weft pulled it."""
+    from weft.chat_client import probe, served_as
+    from weft.config import load
     from weft.hub.resolve import remove
 
     freed = remove(name, revision)
-    console().print(f"{name} is removed: {freed / GB:.2f} GB", highlight=False, markup=False, soft_wrap=True)
+    told = f"{name} is removed: {_size(freed)} are free again."
+    server = probe(load().server.port)
+    if served_as(name, server.models) is not None:
+        told += f"\nThe server at {server.url} still has it in memory, but cannot load it again if its engine fails."
+    console().print(told, highlight=False, markup=False, soft_wrap=True)
 
 
 class ListedModel(Struct, frozen=True, kw_only=True):
@@ -138,8 +151,10 @@ def _pullable(installed: set[str]) -> list[ListedModel]:
 def _memory(machine: Machine, gigabytes: float, billions: float, quantisation: str) -> tuple[int, int]:
     """Return how many bytes a model would take, by an estimate, and how many are free for it."""
     if devices := machine.devices_of("cuda"):
-        # An upper bound: GPUs below compute capability 8.0 hold the weights of a GGUF file as bfloat16.
-        return int(billions * GB) * 2 + BESIDE_WEIGHTS, max(device.free for device in devices)
+        device = max(devices, key=lambda device: device.free)
+        unpacked = 2 * billions
+        held = min(unpacked, gigabytes * BLOCKS_PER_BYTE.get(quantisation.upper(), 2.0))
+        return int(GB * (held if device.capability >= FIRST_WITH_BLOCKS else unpacked)) + BESIDE_WEIGHTS, device.free
     scale = PANELS_PER_BYTE.get(quantisation.upper(), 2.0)
     return int(gigabytes * GB * scale) + BESIDE_WEIGHTS, machine.memory.available
 
@@ -157,15 +172,20 @@ def _show_installed(listed: list[ListedModel]) -> None:
 def _show_pullable(listed: list[ListedModel]) -> None:
     from rich.table import Table
 
-    table = Table("name", "size", "memory", "fits here", box=None, pad_edge=False)
-    table.add_column("from", overflow="fold")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", min_width=max(len(model.name) for model in listed))
+    for name in ("size", "memory", "fits here"):
+        table.add_column(name)
+    if console().width >= MIN_WIDTH_OF_SOURCES:
+        table.add_column("from", overflow="fold")
     for model in listed:
         fits = "installed" if model.installed else "yes" if model.fits else "no"
         memory = f"{model.memory_bytes / GIB:.1f} GiB" if model.memory_bytes else ""
         style = "dim" if model.fits is False else ""
         # The repository alone: with its file the line is too long for most terminals.
         source = model.source.rpartition("/")[0] or model.source or model.path
-        table.add_row(model.name, _size(model.size_bytes), memory, fits, source, style=style)
+        cells = (model.name, _size(model.size_bytes), memory, fits, source)
+        table.add_row(*cells[: len(table.columns)], style=style)
     console().print(table)
     console().print(
         "\nMemory is an estimate for this machine; `weft plan` reckons it for a model that is here.", highlight=False

@@ -199,7 +199,7 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int,
         _doc(
             "Time that a step with prompts should take: their chunks become shorter where steps took longer; "
-            "0: 200 on CPU; on GPU 60 where requests decode beside them, else no bound.",
+            "0: 180 on CPU; on GPU 60 where requests decode beside them, else no bound.",
             ge=0,
         ),
     ] = 0

@@ -10,17 +10,15 @@ import {
   type Conversation,
   current,
   currentId,
-  exported,
   forget,
-  importFrom,
   isEmpty,
   type Lane,
   loadConversations,
-  MAX_IMPORT_BYTES,
   type Message,
   order,
   pathTo,
   rename,
+  restore,
   setCompared,
   show,
   siblings,
@@ -29,6 +27,7 @@ import {
   type ToolCall,
   updateSettings,
 } from "./conversations";
+import { exportChats, ImportButton } from "./files";
 import { answer, giveResult, isWriting, messagesOf, modelOf, stop } from "./generate";
 import { Icon } from "./icons";
 import { Markdown } from "./markdown";
@@ -87,22 +86,7 @@ shortcuts.push(
   { keys: "Alt+H", about: "List of chats", run: () => (isSidebarOpen.value = !isSidebarOpen.value), matches: onAlt("KeyH") },
 );
 
-/** Hands a file of this page's making to the browser. */
-export function download(name: string, contents: Blob): void {
-  const address = URL.createObjectURL(contents);
-  const link = document.createElement("a");
-  link.href = address;
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(address), 10_000);
-}
-
-function exportChats(ids: string[], name: string): void {
-  download(name, new Blob([exported(ids)], { type: "application/json" }));
-}
-
 function Sidebar() {
-  const file = useRef<HTMLInputElement>(null);
   return (
     <aside class="sidebar" aria-label="Chats" hidden={!isSidebarOpen.value}>
       <button type="button" class="new-chat" onClick={newChat}>
@@ -125,39 +109,16 @@ function Sidebar() {
         <button type="button" disabled={!order.value.length} onClick={() => exportChats(order.value, "weft-chats.json")}>
           <Icon name="down" /> Export
         </button>
-        <button type="button" onClick={() => file.current?.click()}>
-          <Icon name="up" /> Import
-        </button>
-        <input
-          ref={file}
-          type="file"
-          accept="application/json,.json"
-          class="visually-hidden"
-          tabIndex={-1}
-          aria-label="A file of exported chats"
-          onChange={(event) => {
-            const [given] = event.currentTarget.files ?? [];
-            event.currentTarget.value = "";
-            if (given) void takeFile(given);
-          }}
-        />
+        <ImportButton what="chats" />
       </footer>
     </aside>
   );
 }
 
-async function takeFile(file: File): Promise<void> {
-  if (file.size > MAX_IMPORT_BYTES) return tell("The file is larger than 64 MiB.");
-  try {
-    const count = await importFrom(await file.text());
-    tell(count === 1 ? "1 chat was imported." : `${count} chats were imported.`);
-  } catch (error) {
-    tell(`Not imported: ${error instanceof Error ? error.message : error}`);
-  }
-}
-
 function SidebarItem({ id }: { id: string }) {
   const isRenamed = useSignal(false);
+  const title = useRef<HTMLInputElement>(null);
+  useEffect(() => title.current?.select(), [isRenamed.value]);
   const item = conversation(id)?.value;
   if (!item) return null;
   const isCurrent = currentId.value === id;
@@ -171,13 +132,13 @@ function SidebarItem({ id }: { id: string }) {
             isRenamed.value = false;
           }}
         >
-          <input name="title" aria-label="Title" autofocus defaultValue={item.title} onBlur={(event) => event.currentTarget.form?.requestSubmit()} />
+          <input ref={title} name="title" aria-label="Title" defaultValue={item.title} onBlur={(event) => event.currentTarget.form?.requestSubmit()} />
         </form>
       </li>
     );
   return (
     <li class={isCurrent ? "current" : ""}>
-      <a href={`#/chat/${id}`} aria-current={isCurrent ? "true" : undefined} onClick={() => open(id)} title={item.title}>
+      <a href={`#/chat/${id}`} aria-current={isCurrent ? "true" : undefined} onClick={() => open(id)} title={item.title} dir="auto">
         {isWriting(item) && <span class="dot" aria-label="writing" />}
         {item.title || "Untitled"}
       </a>
@@ -189,7 +150,7 @@ function SidebarItem({ id }: { id: string }) {
           label={`Delete ${item.title}`}
           onClick={() => {
             stop(item);
-            void forget(id).then(() => tell("The chat is deleted."));
+            void forget(id).then(() => tell("The chat is deleted.", { name: "Undo", run: () => void restore(item).then(() => go(`/chat/${id}`)) }));
           }}
         />
       </span>
@@ -235,12 +196,14 @@ function pretty(text: string): string {
 function ToolCallCard(props: { item: Conversation; lane: number; message: Message; call: ToolCall; result?: Message }) {
   const { item, lane, message, call, result } = props;
   const draft = useSignal("");
+  const isCut = message.finish === "length" && call === message.calls?.at(-1);
+  const state = message.isPending ? "is being called…" : result ? "called" : isCut ? "was cut at max tokens" : "waits for its result";
   return (
     <div class="tool-call" role="group" aria-label={`Call of the tool ${call.name}`}>
       <div class="row">
         <Icon name="tool" />
         <strong class="mono">{call.name}</strong>
-        <span class="muted small">{message.isPending ? "is being called…" : result ? "called" : "waits for its result"}</span>
+        <span class="muted small">{state}</span>
       </div>
       <pre class="mono" aria-label="Arguments">{pretty(call.arguments) || "…"}</pre>
       {result && (
@@ -249,7 +212,7 @@ function ToolCallCard(props: { item: Conversation; lane: number; message: Messag
           <pre class="mono" aria-label="Result">{pretty(result.content)}</pre>
         </>
       )}
-      {!result && !message.isPending && (
+      {!result && !message.isPending && !isCut && (
         <form
           onSubmit={(event) => {
             event.preventDefault();
@@ -277,8 +240,13 @@ function ToolCallCard(props: { item: Conversation; lane: number; message: Messag
 
 function Editor({ item, lane, message }: { item: Conversation; lane: number; message: Message }) {
   const draft = useSignal(message.content);
+  const field = useRef<HTMLTextAreaElement>(null);
   const isUser = message.role === "user";
-  const done = () => (editing.value = "");
+  const done = () => {
+    editing.value = "";
+    composer.element?.focus();
+  };
+  useEffect(() => field.current?.focus(), []);
   const submit = () => {
     done();
     const text = draft.value;
@@ -295,8 +263,9 @@ function Editor({ item, lane, message }: { item: Conversation; lane: number; mes
       }}
     >
       <textarea
+        ref={field}
         aria-label={isUser ? "Your message" : "The answer"}
-        autofocus
+        dir="auto"
         rows={Math.min(14, draft.value.split("\n").length + 1)}
         value={draft.value}
         onInput={(event) => (draft.value = event.currentTarget.value)}
@@ -372,7 +341,7 @@ function MessageView(props: { item: Conversation; lane: number; message: Message
             message.content && <Markdown text={message.content} />
           )
         ) : (
-          <div class="plain">{message.content}</div>
+          <div class="plain" dir="auto">{message.content}</div>
         )}
         {message.calls?.map((call) => (
           <ToolCallCard
@@ -558,6 +527,7 @@ function Composer({ item }: { item: Conversation }) {
           ref={field}
           rows={1}
           aria-label="Message"
+          dir="auto"
           placeholder={isEmpty(item) ? "Write a message" : "Write a reply"}
           value={draft.value}
           onInput={(event) => {

@@ -100,7 +100,7 @@ export function CopyButton({ text, what }: { text: string; what: string }) {
 export function CodeBlock({ code, language }: { code: string; language: string }) {
   const parts = useMemo(() => coloured(code, language), [code, language]);
   return (
-    <div class="code">
+    <div class="code" dir="ltr">
       <div class="code-head">
         <span>{language || "text"}</span>
         <CopyButton text={code} what="The code" />

@@ -150,9 +150,70 @@ function save(id: string): void {
     setTimeout(() => {
       saving.delete(id);
       const item = known.get(id)?.peek();
-      if (item && !isEmpty(item)) db.put("conversations", item).catch(onFull);
+      if (item && !isEmpty(item)) keep(item).catch(onFull);
     }, 300),
   );
+}
+
+async function keep(item: Conversation): Promise<void> {
+  await db.put("conversations", item);
+  tabs.postMessage({ kind: "kept", id: item.id } satisfies TabEvent);
+}
+
+/** What the page's tabs in one browser tell each other. left: the tab that wrote an answer is gone. */
+type TabEvent = { kind: "kept" | "forgotten" | "left"; id: string };
+const tabs = new BroadcastChannel("weft");
+tabs.addEventListener("message", ({ data }: MessageEvent<TabEvent>) => {
+  if (data.kind === "forgotten") drop(data.id);
+  else if (data.kind === "left") settle(data.id);
+  else void db.get("conversations", data.id).then(join, onFull);
+});
+
+/** Tells the other tabs that answers of a conversation, which this one was writing, do not go on. */
+export function leave(id: string): void {
+  tabs.postMessage({ kind: "left", id } satisfies TabEvent);
+}
+
+function settle(id: string): void {
+  const held = known.get(id);
+  if (!held) return;
+  const messages = Object.entries(held.peek().messages).map(([key, message]) => [key, isForeign(message) ? closed(message) : message]);
+  held.value = { ...held.peek(), messages: Object.fromEntries(messages) };
+}
+
+/** The messages that this tab has begun: of these it knows more than the store. */
+const own = new Set<string>();
+const isForeign = (message: Message) => message.isPending === true && !own.has(message.id);
+const closed = ({ isPending: _, ...message }: Message): Message => ({ ...message, error: CLOSED });
+const CLOSED = "This page was closed before the answer had ended.";
+
+/** Takes in what another tab has kept. Messages are never taken away, so two tabs may write at the same time. */
+function join(kept: unknown): void {
+  const item = readConversation(kept, true);
+  if (!item) return;
+  const held = known.get(item.id);
+  const before = held?.peek();
+  const messages = { ...before?.messages, ...item.messages };
+  let isNewer = false;
+  for (const message of Object.values(before?.messages ?? {})) {
+    const other = item.messages[message.id];
+    const isKnownBetter = !other || own.has(message.id) || (other.isPending && !message.isPending && message.error !== CLOSED);
+    if (!isKnownBetter) continue;
+    messages[message.id] = message;
+    isNewer ||= !other || (other.isPending === true && !message.isPending);
+  }
+  const isBusy = Object.values(messages).some((message) => message.isPending && own.has(message.id));
+  const [lanes, others] = before && isBusy ? [before.lanes, item.lanes] : [item.lanes, before?.lanes];
+  const joined = { ...item, messages };
+  // Where one tab has gone on behind the end of the other, both show what is behind it.
+  joined.lanes = lanes.map((lane, at) => {
+    const head = others?.[at]?.head ?? null;
+    return pathTo(joined, head).some((message) => message.id === lane.head) ? { ...lane, head } : lane;
+  });
+  if (held) held.value = joined;
+  else known.set(item.id, signal(joined));
+  if (order.peek()[0] !== item.id) order.value = [item.id, ...order.peek().filter((other) => other !== item.id)];
+  if (isNewer) save(item.id);
 }
 
 /** Why chats are not kept, where the browser has no room or no store for them; empty: they are. */
@@ -192,6 +253,7 @@ export function updateSettings(lane: number, change: Partial<Settings>): void {
 /** Adds a message behind another, and lets a lane end with it. */
 export function add(id: string, lane: number, message: Omit<Message, "id" | "created">): Message {
   const made: Message = { ...message, id: newId(), created: Date.now() };
+  own.add(made.id);
   update(id, (item) => ({
     ...item,
     title: item.title || (made.role === "user" ? titleOf(made.content) : ""),
@@ -254,18 +316,38 @@ export function rename(id: string, title: string): void {
 }
 
 export async function forget(id: string): Promise<void> {
+  drop(id);
+  await db.remove("conversations", id);
+  tabs.postMessage({ kind: "forgotten", id } satisfies TabEvent);
+}
+
+/** Takes back that a conversation was forgotten. */
+export async function restore(item: Conversation): Promise<void> {
+  known.set(item.id, signal(item));
+  order.value = sorted();
+  currentId.value = item.id;
+  await keep(item);
+}
+
+function sorted(): string[] {
+  const all = [...known.values()].map((item) => item.peek()).filter((item) => !isEmpty(item));
+  return all.sort((one, other) => other.updated - one.updated).map((item) => item.id);
+}
+
+function drop(id: string): void {
+  clearTimeout(saving.get(id));
+  saving.delete(id);
   known.delete(id);
   order.value = order.value.filter((other) => other !== id);
   if (currentId.value === id) {
     if (order.value[0]) currentId.value = order.value[0];
     else begin();
   }
-  await db.remove("conversations", id);
 }
 
 export async function loadConversations(): Promise<void> {
   try {
-    const kept = (await db.all<unknown>("conversations")).map(readConversation).filter((item) => item !== null);
+    const kept = (await db.all<unknown>("conversations")).map((item) => readConversation(item)).filter((item) => item !== null);
     kept.sort((one, other) => other.updated - one.updated);
     for (const item of kept) if (!known.has(item.id)) known.set(item.id, signal(item));
     order.value = [...new Set([...order.value, ...kept.map((item) => item.id)])];
@@ -276,11 +358,11 @@ export async function loadConversations(): Promise<void> {
   }
 }
 
-const isRecord = (value: unknown): value is Record<string, unknown> =>
+export const isRecord = (value: unknown): value is Record<string, unknown> =>
   typeof value === "object" && value !== null && !Array.isArray(value);
-const text = (value: unknown, otherwise = "") => (typeof value === "string" ? value : otherwise);
-const number = (value: unknown) => (typeof value === "number" && Number.isFinite(value) ? value : undefined);
-const ID = /^[a-zA-Z0-9-]{1,64}$/;
+export const text = (value: unknown, otherwise = "") => (typeof value === "string" ? value : otherwise);
+export const number = (value: unknown) => (typeof value === "number" && Number.isFinite(value) ? value : undefined);
+export const ID = /^[a-zA-Z0-9-]{1,64}$/;
 const FORMATS = ["text", "json_object", "json_schema", "regex", "choice", "grammar"];
 
 function readSettings(value: unknown): Settings {
@@ -300,7 +382,7 @@ function readSettings(value: unknown): Settings {
   };
 }
 
-function readMessage(id: string, value: unknown): Message | null {
+function readMessage(id: string, value: unknown, isWritten: boolean): Message | null {
   if (!isRecord(value) || !["user", "assistant", "tool"].includes(text(value.role))) return null;
   const calls = Array.isArray(value.calls) ? value.calls.filter(isRecord) : [];
   const tokens = Array.isArray(value.tokens) ? value.tokens.filter(isRecord) : [];
@@ -323,8 +405,8 @@ function readMessage(id: string, value: unknown): Message | null {
   if (value.error) read.error = text(value.error);
   if (value.model) read.model = text(value.model);
   if (isRecord(value.request)) read.request = value.request as Message["request"];
-  if (value.isPending) read.error = "This page was closed before the answer had ended.";
-  return read;
+  if (value.isPending && isWritten) read.isPending = true;
+  return value.isPending && !isWritten ? closed(read) : read;
 }
 
 function readToken(value: Record<string, unknown>): Token {
@@ -336,12 +418,13 @@ function readToken(value: Record<string, unknown>): Token {
   };
 }
 
-/** Reads a conversation that was kept or exported; null: it is none. Every field is checked: files come from anywhere. */
-export function readConversation(value: unknown): Conversation | null {
+/** Reads a conversation that was kept or exported; null: it is none. Every field is checked: files come from anywhere.
+ * `isWritten`: another tab may be writing answers that have not ended. */
+export function readConversation(value: unknown, isWritten = false): Conversation | null {
   if (!isRecord(value) || !isRecord(value.messages) || !Array.isArray(value.lanes) || !ID.test(text(value.id))) return null;
   const messages: Conversation["messages"] = {};
   for (const [id, given] of Object.entries(value.messages)) {
-    const message = ID.test(id) ? readMessage(id, given) : null;
+    const message = ID.test(id) ? readMessage(id, given, isWritten) : null;
     if (message) messages[id] = message;
   }
   const lanes = value.lanes.filter(isRecord).slice(0, 2);
@@ -359,29 +442,18 @@ export function readConversation(value: unknown): Conversation | null {
   };
 }
 
-export function exported(ids: string[]): string {
-  const conversations = ids.map((id) => known.get(id)?.peek()).filter((item) => item !== undefined);
-  return JSON.stringify({ weft: 1, conversations }, null, 1);
-}
-
-export const MAX_IMPORT_BYTES = 64 << 20;
-
-/** Adds the conversations of an exported file; returns how many. What is here already is replaced by a newer one alone. */
-export async function importFrom(contents: string): Promise<number> {
-  const given: unknown = JSON.parse(contents);
-  if (!isRecord(given) || given.weft !== 1 || !Array.isArray(given.conversations))
-    throw new Error("The file has no conversations of Weft.");
+/** Adds conversations of an exported file; returns how many. What is here already is replaced by a newer one alone. */
+export async function addConversations(given: unknown[]): Promise<number> {
   let added = 0;
-  for (const item of given.conversations.map(readConversation)) {
+  for (const item of given.map((one) => readConversation(one))) {
     if (!item || isEmpty(item)) continue;
     const held = known.get(item.id);
     if (held && held.peek().updated >= item.updated) continue;
     if (held) held.value = item;
     else known.set(item.id, signal(item));
-    await db.put("conversations", item);
+    await keep(item);
     added += 1;
   }
-  const all = [...known.values()].map((item) => item.peek()).filter((item) => !isEmpty(item));
-  order.value = all.sort((one, other) => other.updated - one.updated).map((item) => item.id);
+  order.value = sorted();
   return added;
 }

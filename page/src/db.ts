@@ -27,6 +27,7 @@ async function run<T>(name: StoreName, mode: IDBTransactionMode, work: (store: I
 }
 
 export const all = <T>(name: StoreName) => run<T[]>(name, "readonly", (store) => store.getAll());
+export const get = (name: StoreName, id: string) => run<unknown>(name, "readonly", (store) => store.get(id));
 export const put = (name: StoreName, value: unknown) => run(name, "readwrite", (store) => store.put(value));
 export const remove = (name: StoreName, id: string) => run(name, "readwrite", (store) => store.delete(id));
 export const clear = (name: StoreName) => run(name, "readwrite", (store) => store.clear());

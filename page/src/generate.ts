@@ -5,7 +5,9 @@ import {
   add,
   conversation,
   type Conversation,
+  leave,
   type Message,
+  order,
   pathTo,
   type Settings,
   type Stats,
@@ -28,6 +30,13 @@ function setRunning(id: string, controller: AbortController | null): void {
   else running.delete(id);
   runningIds.value = new Set(running.keys());
 }
+
+addEventListener("pagehide", () => {
+  for (const id of order.peek()) {
+    const item = conversation(id)?.peek();
+    if (item && isWriting(item)) leave(id);
+  }
+});
 
 /** Stops the answers of a conversation; of all conversations without one. */
 export function stop(item?: Conversation): void {
@@ -226,6 +235,8 @@ export async function answer(id: string, lane: number, parent: string, round = 0
   } catch (error) {
     if (controller.signal.aborted) for (const draft of drafts) draft.finish ||= "stopped";
     else if (error instanceof ApiError) trouble = [error.message, error.hint].filter(Boolean).join(" ");
+    // Browsers call it a TypeError, each with words of its own, when a connection is lost.
+    else if (error instanceof TypeError) trouble = "The answer broke off: the connection to the server was lost.";
     else trouble = `The answer broke off: ${error instanceof Error ? error.message : error}`;
   }
   clearTimeout(timer);

@@ -2,27 +2,13 @@
 import { signal, useSignal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
 import { ApiError, imageModels, post, serverTrouble } from "./api";
-import { download } from "./chat";
 import { newId } from "./conversations";
-import * as db from "./db";
+import { download, exportGallery, ImportButton } from "./files";
+import { addPictures, forgetPicture, gallery, keepPicture, loadGallery, type Picture } from "./gallery";
 import { Icon } from "./icons";
 import type { Json } from "./json";
 import { Dialog, IconButton, route, shortcuts, spoken, tell } from "./shell";
 import { shownRequest } from "./snippets";
-
-interface Picture {
-  id: string;
-  created: number;
-  b64: string;
-  prompt: string;
-  negative: string;
-  seed: number;
-  steps: number;
-  guidance?: number;
-  sampler: string;
-  model: string;
-  seconds: number;
-}
 
 interface Drawing {
   step: number;
@@ -33,7 +19,6 @@ interface Drawing {
 
 const form = signal({ prompt: "", negative: "", n: 1, steps: "", guidance: "", seed: "", previews: "10", sampler: "euler", model: "" });
 const drawings = signal<Drawing[]>([]);
-const gallery = signal<Picture[]>([]);
 const trouble = signal("");
 const shown = signal<Picture | null>(null);
 const controller = signal<AbortController | null>(null);
@@ -99,8 +84,7 @@ async function draw(): Promise<void> {
           model: String(body.model ?? ""),
           seconds: (performance.now() - began) / 1000,
         };
-        gallery.value = [picture, ...gallery.value];
-        await db.put("images", picture);
+        await keepPicture(picture);
       }
     }
     spoken.value = "The image is there.";
@@ -118,16 +102,10 @@ shortcuts.push({
   matches: (event) => route.peek().startsWith("/images") && event.key === "Escape" && controller.peek() !== null,
 });
 
-function readPicture(value: unknown): Picture | null {
-  const given = value as Partial<Picture> | null;
-  return given && typeof given.id === "string" && typeof given.b64 === "string" && typeof given.prompt === "string" ? (given as Picture) : null;
-}
-
 async function forget(picture: Picture): Promise<void> {
   shown.value = null;
-  gallery.value = gallery.value.filter((other) => other.id !== picture.id);
-  await db.remove("images", picture.id);
-  tell("The image is deleted.");
+  await forgetPicture(picture);
+  tell("The image is deleted.", { name: "Undo", run: () => void addPictures([picture]) });
 }
 
 function save(picture: Picture): void {
@@ -151,7 +129,7 @@ function useAgain(picture: Picture): void {
 }
 
 /** A picture that may be very small: its pixels stay sharp. */
-function Picture({ b64, alt }: { b64: string; alt: string }) {
+function PictureView({ b64, alt }: { b64: string; alt: string }) {
   const isSmall = useSignal(true);
   return (
     <img
@@ -167,7 +145,7 @@ function DrawingView({ drawing, number }: { drawing: Drawing; number: number }) 
   const { step, steps, preview, isDone } = drawing;
   return (
     <figure class="picture drawing" aria-label={`Image ${number + 1}`}>
-      {preview ? <Picture b64={preview} alt={isDone ? "The image" : `The image after a part of its steps`} /> : <div class="noise" aria-hidden="true" />}
+      {preview ? <PictureView b64={preview} alt={isDone ? "The image" : `The image after a part of its steps`} /> : <div class="noise" aria-hidden="true" />}
       <figcaption>
         <progress max={steps || 1} value={step} aria-label={`Steps of image ${number + 1}`} />
         <span class="num small">{steps ? `step ${step} of ${steps}` : "waiting"}</span>
@@ -183,7 +161,7 @@ function Lightbox() {
       {picture && (
         <>
           <div class="lightbox-image">
-            <Picture b64={picture.b64} alt={picture.prompt} />
+            <PictureView b64={picture.b64} alt={picture.prompt} />
           </div>
           <p>{picture.prompt}</p>
           <dl class="facts num">
@@ -247,12 +225,7 @@ export function ImagesView() {
   const cards = imageModels();
   const isDrawing = controller.value !== null;
   useEffect(() => {
-    void db.all<unknown>("images").then((kept) => {
-      gallery.value = kept
-        .map(readPicture)
-        .filter((picture) => picture !== null)
-        .sort((one, other) => other.created - one.created);
-    });
+    void loadGallery();
   }, []);
   const size = cards.find((card) => card.id === given.model)?.sizes?.[0] ?? cards[0]?.sizes?.[0];
   return (
@@ -361,6 +334,10 @@ export function ImagesView() {
       <div class="row gallery-head">
         <h2 class="grow">Gallery</h2>
         {gallery.value.length > 0 && <span class="muted small num">{gallery.value.length} in this browser</span>}
+        <button type="button" disabled={gallery.value.length === 0} onClick={exportGallery}>
+          <Icon name="down" /> Export
+        </button>
+        <ImportButton what="images" />
       </div>
       {gallery.value.length === 0 && drawings.value.length === 0 ? (
         <p class="muted">Images that you make appear here, with the seed that gives each again.</p>
@@ -369,7 +346,7 @@ export function ImagesView() {
           {gallery.value.map((picture) => (
             <li key={picture.id}>
               <button type="button" class="picture" onClick={() => (shown.value = picture)} aria-label={`Show: ${picture.prompt}, seed ${picture.seed}`}>
-                <Picture b64={picture.b64} alt="" />
+                <PictureView b64={picture.b64} alt="" />
                 <span class="caption">{picture.prompt}</span>
                 <span class="muted small num">seed {picture.seed}</span>
               </button>

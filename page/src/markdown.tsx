@@ -68,10 +68,18 @@ function inline(text: string, depth = 0): ComponentChild[] {
   return parts;
 }
 
+/** Returns the direction of a block's first letter. The attribute's value "auto" would not look into inner blocks. */
+function directionOf(text: string): "ltr" | "rtl" | undefined {
+  const [letter] = /\p{L}/u.exec(text.slice(0, 200)) ?? [];
+  if (!letter) return undefined;
+  return /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/.test(letter) ? "rtl" : "ltr";
+}
+
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]{0,40})[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
 const ITEM = /^( {0,12})([-*+]|\d{1,9}[.)])(\s+|$)(.*)$/;
+const TASK = /^\[([ xX])\] /;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const TABLE_LINE = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
 
@@ -82,6 +90,11 @@ function cells(line: string): string[] {
     .split(/(?<!\\)\|/)
     .slice(0, 40)
     .map((cell) => cell.trim().replaceAll("\\|", "|"));
+}
+
+/** Returns how a table's columns are aligned, from the line below its head. */
+function alignments(line: string): string[] {
+  return cells(line).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "centre" : "end") : "start"));
 }
 
 function isSpecial(line: string): boolean {
@@ -115,7 +128,7 @@ function blocks(lines: string[], depth: number): VNode[] {
     if (heading) {
       const level = Math.min(6, (heading[1]?.length ?? 1) + 2);
       const Tag = `h${level}` as "h3";
-      made.push(<Tag>{inline(heading[2] ?? "")}</Tag>);
+      made.push(<Tag dir={directionOf(heading[2] ?? "")}>{inline(heading[2] ?? "")}</Tag>);
       at += 1;
       continue;
     }
@@ -127,7 +140,7 @@ function blocks(lines: string[], depth: number): VNode[] {
     if (QUOTE.test(line) && depth < MAX_DEPTH) {
       const inner: string[] = [];
       for (; at < lines.length && QUOTE.test(lines[at] ?? ""); at += 1) inner.push(QUOTE.exec(lines[at] ?? "")?.[1] ?? "");
-      made.push(<blockquote>{blocks(inner, depth + 1)}</blockquote>);
+      made.push(<blockquote dir={directionOf(inner.join(" "))}>{blocks(inner, depth + 1)}</blockquote>);
       continue;
     }
     if (ITEM.test(line) && depth < MAX_DEPTH) {
@@ -138,15 +151,16 @@ function blocks(lines: string[], depth: number): VNode[] {
     }
     if (line.includes("|") && TABLE_LINE.test(lines[at + 1] ?? "") && cells(line).length > 1) {
       const head = cells(line);
+      const aligned = alignments(lines[at + 1] ?? "");
       const rows: string[][] = [];
       for (at += 2; at < lines.length && (lines[at] ?? "").includes("|"); at += 1) rows.push(cells(lines[at] ?? ""));
       made.push(
         <div class="table" tabIndex={0} role="region" aria-label="Table">
-          <table>
+          <table dir={directionOf(line)}>
             <thead>
-              <tr>{head.map((cell) => <th>{inline(cell)}</th>)}</tr>
+              <tr>{head.map((cell, column) => <th class={aligned[column]}>{inline(cell)}</th>)}</tr>
             </thead>
-            <tbody>{rows.map((row) => <tr>{head.map((_, column) => <td>{inline(row[column] ?? "")}</td>)}</tr>)}</tbody>
+            <tbody>{rows.map((row) => <tr>{head.map((_, column) => <td class={aligned[column]}>{inline(row[column] ?? "")}</td>)}</tr>)}</tbody>
           </table>
         </div>,
       );
@@ -154,7 +168,8 @@ function blocks(lines: string[], depth: number): VNode[] {
     }
     const paragraph = [line];
     for (at += 1; at < lines.length && (lines[at] ?? "").trim() && !isSpecial(lines[at] ?? ""); at += 1) paragraph.push(lines[at] ?? "");
-    made.push(<p>{inline(paragraph.join("\n").trim())}</p>);
+    const written = paragraph.join("\n").trim();
+    made.push(<p dir={directionOf(written)}>{inline(written)}</p>);
   }
   return made;
 }
@@ -168,7 +183,7 @@ function listFrom(lines: string[], start: number, depth: number): [VNode, number
   while (at < lines.length) {
     const found = ITEM.exec(lines[at] ?? "");
     if (!found || /\d/.test(found[2] ?? "") !== isOrdered || (found[1]?.length ?? 0) < indent) break;
-    const own = [found[4] ?? ""];
+    const own = [(found[4] ?? "").replace(TASK, (_, mark: string) => (mark === " " ? "☐ " : "☑ "))];
     const inside = (found[1]?.length ?? 0) + (found[2]?.length ?? 1) + 1;
     for (at += 1; at < lines.length; at += 1) {
       const line = lines[at] ?? "";
@@ -186,7 +201,8 @@ function listFrom(lines: string[], start: number, depth: number): [VNode, number
     while (at < lines.length && !(lines[at] ?? "").trim() && ITEM.test(lines[at + 1] ?? "")) at += 1;
   }
   const number = Number.parseInt(first?.[2] ?? "1", 10);
-  return [isOrdered ? <ol start={number}>{items}</ol> : <ul>{items}</ul>, at];
+  const dir = directionOf(first?.[4] ?? "");
+  return [isOrdered ? <ol dir={dir} start={number}>{items}</ol> : <ul dir={dir}>{items}</ul>, at];
 }
 
 /** Cuts a text where one block surely ends: at empty lines outside of fences and before lines without indentation. */

@@ -148,10 +148,10 @@ function OperationView({ document, path, method, operation }: { document: Docume
       <summary>
         <span class={`method ${method}`}>{method.toUpperCase()}</span>
         <code>{path}</code>
+        {operation.description && <span class="muted small">{operation.description}</span>}
       </summary>
       {isOpen.value && (
         <div class="operation-body">
-          {operation.description && <p>{operation.description}</p>}
           {example !== undefined && <CodeBlock language="sh" code={`curl ${urlOf(path)}${key} --json '${written}'`} />}
           {method === "get" && <CodeBlock language="sh" code={`curl ${urlOf(path)}${key}`} />}
           {(operation.parameters?.length ?? 0) > 0 && (

@@ -27,16 +27,22 @@ export function toggleTheme(): void {
   else localStorage.removeItem(THEME);
 }
 
+interface NoticeAction {
+  name: string;
+  run: () => void;
+}
 const notice = signal("");
+const noticeAction = signal<NoticeAction | null>(null);
 const isNoticeShown = signal(false);
 let hiding = 0;
 
 /** Shows a short message for a few seconds; screen readers say it. */
-export function tell(text: string): void {
+export function tell(text: string, action: NoticeAction | null = null): void {
   notice.value = text;
+  noticeAction.value = action;
   isNoticeShown.value = true;
   clearTimeout(hiding);
-  hiding = setTimeout(() => (isNoticeShown.value = false), 6000);
+  hiding = setTimeout(() => (isNoticeShown.value = false), action ? 12_000 : 6000);
 }
 
 /** What screen readers hear of an answer that is being written. */
@@ -293,6 +299,17 @@ export function Shell({ children }: { children: ComponentChildren }) {
       </main>
       <div class="toast" role="status" data-shown={isNoticeShown.value}>
         {notice.value}
+        {isNoticeShown.value && noticeAction.value && (
+          <button
+            type="button"
+            onClick={() => {
+              noticeAction.peek()?.run();
+              isNoticeShown.value = false;
+            }}
+          >
+            {noticeAction.value.name}
+          </button>
+        )}
       </div>
       <div class="visually-hidden" aria-live="polite" id="spoken">
         {spoken.value}

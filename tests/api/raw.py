@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import time
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,7 +14,7 @@ from tests.waiting import PATIENCE
 
 JSON = "Content-Type: application/json\r\n"
 
-SILENCE_S = 0.5
+SILENCE_S = 0.2
 """How long a server is listened to after its answers, for one that it should not give."""
 
 
@@ -37,19 +40,30 @@ def everything(connection: socket.socket) -> bytes:
 
 
 def exchange(url: str, request: bytes, num_answers: int = 1) -> bytes:
-    """All that the server says to these bytes until it closes, or says no more after so many answers. The connection
+    """All that the server says to these bytes until it closes, or for a while after so many answers. The connection
     stays open on this side: a client that has gone would not be answered."""
     received = b""
-    with connect(url) as connection:
+    deadline: float | None = None
+    with connect(url) as connection, suppress(TimeoutError, ConnectionResetError):
         connection.sendall(request)
-        try:
-            while data := connection.recv(1 << 20):
-                received += data
-                if received.count(b"HTTP/1.1 ") >= num_answers:
-                    connection.settimeout(SILENCE_S)
-        except (TimeoutError, ConnectionResetError):
-            return received
+        while data := connection.recv(1 << 20):
+            received += data
+            if deadline is None and _has_answers(received, num_answers, has_body=not request.startswith(b"HEAD ")):
+                deadline = time.monotonic() + SILENCE_S
+            if deadline is not None:
+                # A stream without an end, as that of the live view, would never be silent.
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
     return received
+
+
+def _has_answers(received: bytes, count: int, has_body: bool) -> bool:
+    """Return whether so many answers came, the last one with its body, or with the head of a stream."""
+    _, *answers = received.split(b"HTTP/1.1 ")
+    if len(answers) < count:
+        return False
+    head, end, body = answers[-1].partition(b"\r\n\r\n")
+    length = re.search(rb"^content-length: (\d+)", head, re.IGNORECASE | re.MULTILINE)
+    return bool(end) and (not has_body or length is None or len(body) >= int(length[1]))
 
 
 def status_of(answer: bytes) -> int:

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from tests.generation import sample
 from tests.tiny_adapters import save_adapter
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 from weft.api.app import build_app
 from weft.api.http_protocol import protocol_factory
 from weft.backends import BaseEngine, registry, start_engine
@@ -332,7 +332,7 @@ def test_what_is_marked_as_shown_is_shown(
     native: BlockingEngine, stands: dict[str, Stand], engine: str, column: str
 ) -> None:
     async def case() -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             await SHOWS[column](stands[engine])
 
     native.wait(case())

@@ -189,5 +189,5 @@ def test_without_allowed_folders_it_is_the_folder_of_models(
     with pytest.raises(InvalidRequest, match="--adapter-root"):
         allowed_adapter(str(outside), config)
     for nonsense in ("a\0b", "~no-such-user/a"):
-        with pytest.raises(InvalidRequest, match="no path of a folder"):
+        with pytest.raises(InvalidRequest, match="not the path of a folder"):
             allowed_adapter(nonsense, config)

@@ -43,11 +43,11 @@ class Server:
         env: Mapping[str, str] = MappingProxyType({}),
         is_fork: bool = True,
     ) -> None:
-        """`under`: a command that runs the server's own, in the same process. With it or with variables of its own the
-        server is no fork of tests/forked.py, nor where the test looks at the process itself."""
+        """`under`: a command that runs the server's own, in the same process. With it or with variables that are not
+        Weft's the server is no fork of tests/forked.py, nor where the test looks at the process itself."""
         words = ("serve", "--port", "0", "--grpc-port", "0", *flags)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **env}
-        if is_fork and not under and not env:
+        if is_fork and not under and all(name.startswith("WEFT_") for name in env):
             self.process = forked.start(forked.WEFT, words, environment)
         else:
             self.process = subprocess.Popen(

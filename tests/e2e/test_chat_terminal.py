@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.e2e.conftest import SECRETS
 from tests.e2e.server import Server
 from tests.ports import reserved_port
 from tests.pty_session import ALT_ENTER, CTRL_C, CTRL_D, ENTER, ESCAPES, LEFT, UP, PtySession, pasted
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import wait_until
 from weft.checkpoint.model_files import ModelFiles, home
 
 FRANCE, PARIS = "What is the capital of France?", "The capital of France is Paris."
@@ -54,16 +54,11 @@ def talk(server: Server, environment: Mapping[str, str], folder: Path, *words: s
 
 
 def piped(*words: str, text: str | None, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "weft", *words],
-        input=text,
-        stdin=None if text is not None else subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **env},
-        timeout=PATIENCE,
-        check=False,
-    )
+    """Run a command whose standard input is this text, or empty, and whose output is no terminal."""
+    with tempfile.NamedTemporaryFile("w") as stdin:
+        stdin.write(text or "")
+        stdin.flush()
+        return forked.weft(*words, environment={**os.environ, **env}, stdin=Path(stdin.name))
 
 
 def running(server: Server) -> float:
@@ -128,7 +123,7 @@ def test_the_commands(chat: PtySession, tmp_path: Path) -> None:
         "/help": "/system [TEXT]",
         "/system Answer in French.": "The system message: Answer in French.",
         "/system none": "There is no system message.",
-        "/set temperature 7x": "temperature is a number, and '7x' is none.",
+        "/set temperature 7x": "temperature must be a number, not '7x'.",
         "/set temperature -1": "temperature",
         "/set nothing 1": "There is no setting 'nothing'.",
         "/set top_p 0.5": "",
@@ -285,7 +280,9 @@ def test_without_a_server_the_model_is_loaded_and_ctrl_c_stops_it(
 ) -> None:
     with (
         reserved_port() as port,
-        PtySession("run", "--threads", "1", env=environment | {"WEFT_PORT": str(port)}, cwd=tmp_path) as chat,
+        PtySession(
+            "run", "--threads", "1", "--max-tokens", "400", env=environment | {"WEFT_PORT": str(port)}, cwd=tmp_path
+        ) as chat,
     ):
         chat.expect("Loading smollm2.")
         chat.expect_prompt(1)

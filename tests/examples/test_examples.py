@@ -8,7 +8,6 @@ import queue
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests import forked
 from tests.e2e.server import Server
 from tests.waiting import PATIENCE
 from weft.checkpoint.model_files import ModelFiles
@@ -41,10 +41,7 @@ def run(server: Server, program: str, *words: str, cwd: Path | None = None) -> s
         "SERVER_ADMIN_KEY": ADMIN,
         "PYTHONPATH": str(FOLDER.parent),
     }
-    done = subprocess.run(
-        [sys.executable, FOLDER / program, *words],
-        capture_output=True, text=True, check=False, env=environment, cwd=cwd, timeout=PATIENCE,
-    )  # fmt: skip
+    done = forked.run(str(FOLDER / program), *words, environment=environment, folder=cwd or FOLDER)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -47,6 +47,10 @@ class Nvml:
         uuid.value = self.uuids[(handle.value or 0) - 1].encode()
         return 0
 
+    def nvmlDeviceGetCudaComputeCapability(self, handle: ctypes.c_void_p, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = 9, handle.value or 0
+        return 0
+
     def nvmlDeviceGetMemoryInfo_v2(self, handle: ctypes.c_void_p, memory: Any) -> int:
         told = memory._obj
         if self.failing == "nvmlDeviceGetMemoryInfo_v2" or told.version != ctypes.sizeof(told) | 2 << 24:
@@ -69,6 +73,7 @@ def test_gpus_have_the_memory_that_cuda_can_have(two_gpus: Path) -> None:
     first, second = cuda_devices(two_gpus, nvml=nvml, environment={})
     assert (first.kind, first.index, first.name) == ("cuda", 0, "NVIDIA H100")
     assert first.total == first.free == 79 * GIB + GIB // 2
+    assert (first.capability, second.capability) == ((9, 1), (9, 2))
     assert (second.index, second.free) == (1, 30 * GIB)
     assert not nvml.is_open
 

@@ -237,7 +237,7 @@ def test_a_file_cut_after_it_was_resolved(copied: Callable[[str], Path]) -> None
     files = resolve(str(copied("llama2")))
     path = files.weight_files[0]
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ModelError, match=r"model\.safetensors is no readable safetensors file"), open_model(files):
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a readable safetensors file"), open_model(files):
         pass
 
 

@@ -37,7 +37,7 @@ def read(folder: Path, geometry: DenseConfig, dtype: torch.dtype = torch.float32
 
 def added(weights: AdapterWeights, layer: int, name: str) -> torch.Tensor:
     low_rank = getattr(weights.layers[layer], name)
-    return low_rank.expand @ low_rank.shrink
+    return torch.block_diag(*low_rank.expand) @ low_rank.shrink
 
 
 def test_the_parts_of_a_fused_weight_stand_where_the_models_do(geometry: DenseConfig, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_type_is_the_models(geometry: DenseConfig, tmp_path: Path) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in lora_tensors(NAME, 1).items()}
     weights = read(write_adapter(tmp_path, adapter_config(), tensors), geometry, torch.float16)
     low_rank = weights.layers[0].down
-    assert low_rank is not None and {low_rank.shrink.dtype, low_rank.expand.dtype} == {torch.float16}
+    assert low_rank is not None and {low_rank.shrink.dtype, low_rank.expand[0].dtype} == {torch.float16}
 
 
 @pytest.mark.parametrize(

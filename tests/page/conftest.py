@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -47,11 +48,19 @@ def playground(smollm2_files: ModelFiles) -> Iterator[Server]:
 
 @pytest.fixture
 def open_page(browser: Browser, playground: Server) -> Iterator[Callable[..., Page]]:
-    """Opens a tab of a browser that has seen nothing of the page; its key is known unless `key` is empty. No tab may
-    tell of an error that it did not expect, nor speak to another server."""
+    """Opens a tab of a browser that has seen nothing of the page; its key is known unless `key` is empty, and the chat
+    has the settings, as if the user had chosen them. No tab may tell of an error that it did not expect, nor speak to
+    another server."""
     contexts, troubles = [], []
 
-    def open_one(path: str = "/", key: str = KEY, dark: bool = False, size: dict[str, int] = DESKTOP) -> Page:
+    def open_one(
+        path: str = "/",
+        key: str = KEY,
+        dark: bool = False,
+        size: dict[str, int] = DESKTOP,
+        url: str = playground.url,
+        **settings: Any,
+    ) -> Page:
         context = browser.new_context(
             viewport=size,  # type: ignore[arg-type]
             color_scheme="dark" if dark else "light",
@@ -61,13 +70,16 @@ def open_page(browser: Browser, playground: Server) -> Iterator[Callable[..., Pa
         )
         contexts.append(context)
         context.set_default_timeout(PATIENCE_MS)
-        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=playground.url)
+        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
         if key:
             context.add_init_script(f"sessionStorage.setItem('weft.key', '{key}')")
+        if settings:
+            chosen = json.dumps(json.dumps(settings))
+            context.add_init_script(f"localStorage.setItem('weft.settings', {chosen})")
         page = context.new_page()
         page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: _check(request.url, playground.url, troubles))
-        page.goto(playground.url + path)
+        page.on("request", lambda request: _check(request.url, url, troubles))
+        page.goto(url + path)
         return page
 
     yield open_one

@@ -1,4 +1,5 @@
-"""Pictures of the playground. `make screenshots` puts them into docs/images; else they are made and thrown away."""
+"""Pictures of the playground. `make screenshots` puts them into docs/images; else little is on them, and they are
+thrown away."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.page.conftest import PHONE
-from tests.page.test_playground import expect_count, say, set_up, wait_for_answer
+from tests.page.test_playground import expect_count, say, wait_for_answer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 OpenPage = Callable[..., "Page"]
 MAX_KB = 200
+IS_KEPT = bool(os.environ.get("SCREENSHOTS"))
 
 MERGE = "Write a Python function that merges two sorted lists."
 RIVERS = "Name three rivers of Europe, as a list."
@@ -42,8 +44,7 @@ def shoot(tmp_path: Path) -> Callable[[Page, str], None]:
 
 
 def test_screenshot_of_a_chat(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
-    page = open_page()
-    set_up(page, params={"temperature": 0, "max_tokens": 200})
+    page = open_page(params={"temperature": 0, "max_tokens": 200 if IS_KEPT else 8})
     say(page, "What is a prefix cache? One sentence.")
     wait_for_answer(page)
     say(page, MERGE)
@@ -52,19 +53,22 @@ def test_screenshot_of_a_chat(open_page: OpenPage, shoot: Callable[[Page, str], 
 
 
 def test_screenshot_of_the_token_view(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
-    page = open_page(dark=True)
-    set_up(page, hasTokens=True, params={"temperature": 0.7, "seed": 3, "max_tokens": 90})
+    page = open_page(
+        dark=True,
+        hasTokens=True,
+        params={"temperature": 0.7, "seed": 3, "max_tokens": 90 if IS_KEPT else 8},
+    )
     say(page, RIVERS)
     answer = wait_for_answer(page)
     page.get_by_label("Tokens and their probabilities").click()
-    answer.locator(".token.p3, .token.p4").first.hover()
+    answer.locator(".token.p3, .token.p4" if IS_KEPT else ".token").first.hover()
     answer.get_by_role("status").wait_for()
     shoot(page, "tokens")
 
 
 def test_screenshot_of_images(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
     page = open_page("/#/images", dark=True)
-    for number, prompt in enumerate(PICTURES):
+    for number, prompt in enumerate(PICTURES if IS_KEPT else PICTURES[:1]):
         page.get_by_label("Prompt", exact=True).fill(prompt)
         page.get_by_label("Seed", exact=True).fill(str(number))
         page.get_by_role("button", name="Make the image").click()
@@ -74,16 +78,14 @@ def test_screenshot_of_images(open_page: OpenPage, shoot: Callable[[Page, str], 
 
 
 def test_screenshot_of_a_phone(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
-    page = open_page(size=PHONE)
-    set_up(page, params={"temperature": 0, "max_tokens": 90})
+    page = open_page(size=PHONE, params={"temperature": 0, "max_tokens": 90 if IS_KEPT else 8})
     say(page, RIVERS)
     wait_for_answer(page)
     shoot(page, "phone")
 
 
 def test_screenshot_of_two_sides(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
-    page = open_page(dark=True)
-    set_up(page, params={"temperature": 0, "max_tokens": 50})
+    page = open_page(dark=True, params={"temperature": 0, "max_tokens": 50 if IS_KEPT else 8})
     page.get_by_label("Close the settings").click()
     page.get_by_label("Side by side").click()
     page.get_by_role("button", name="Settings of side B").click()

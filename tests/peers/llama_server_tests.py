@@ -26,7 +26,7 @@ import httpx
 
 from tests import tiny_models
 from tests.ports import reserved_port
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 FILES = ("test_chat_completion.py", "test_compat_anthropic.py", "test_compat_oai_responses.py")
 """Those of OpenAI's and Anthropic's interfaces."""
@@ -206,7 +206,7 @@ def main() -> int:
 
 def _is_up(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -32,7 +32,7 @@ def test_a_picture_comes_back_as_it_was(picture: tuple[int, int, bytes]) -> None
 
 @pytest.mark.parametrize(("width", "height", "size"), [(2, 2, 11), (2, 2, 13), (0, 2, 0), (2, 0, 0), (-1, -2, 6)])
 def test_what_is_no_picture_is_refused(width: int, height: int, size: int) -> None:
-    with pytest.raises(ValueError, match="no RGB image"):
+    with pytest.raises(ValueError, match="not an RGB image"):
         png(width, height, bytes(size))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.scheduler.simulation import events_of
 from tests.tiny_adapters import lora_tensors, save_adapter, save_merged
 from tests.tiny_models import SPECS, VOCAB_SIZE
+from tests.waiting import PATIENCE
 from tests.worker.driving import Driven, load, request, run, under_reference, watched_logits
 from tests.worker.subjects import AFTER_THE_FIRST
 from weft.engine.core import EngineCore
@@ -221,9 +222,9 @@ def test_the_adapter_that_was_not_asked_for_for_longest_makes_room(
 ) -> None:
     kept = LoraRows(load(tiny_directory("llama3")).runner.stepper, max_adapters=2)
     one, two, three = (adapters("llama3", n) for n in (1, 2, 3))
-    weights = {of.number: kept.read(of).result(30) for of in (one, two, three)}
+    weights = {of.number: kept.read(of).result(PATIENCE) for of in (one, two, three)}
     assert kept.place(one, weights[1], set()) and kept.place(two, weights[2], {1})
-    assert kept.read(one).result(0).places.tolist() == weights[1].places.tolist(), "it is not read again"
+    assert kept.read(one).result(0) is weights[1], "it is not read again"
     assert not kept.place(three, weights[3], {1, 2})
     assert kept.place(one, weights[1], {1, 2})
     assert kept.place(three, weights[3], set()) and kept.numbers == [1, 3]

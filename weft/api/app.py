@@ -282,10 +282,12 @@ def compat_apis(options: ServerOptions) -> frozenset[str]:
 def _add_generation(app: FastAPI, admission: Admission) -> None:
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=gives(ChatCompletion, streamed=True))
     async def chat_completions() -> Response:
+        """Answer a conversation: OpenAI's chat completions, whole or streamed."""
         return Handler(admission, chat_endpoint)
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=gives(Completion, streamed=True))
     async def completions() -> Response:
+        """Continue a prompt: OpenAI's completions, whole or streamed."""
         return Handler(admission, completions_endpoint)
 
 
@@ -296,6 +298,7 @@ def _add_messages(app: FastAPI, admission: Admission) -> None:
         responses=gives(MessageAnswer, streamed=True, error=AnthropicError),
     )
     async def messages() -> Response:
+        """Answer a conversation: Anthropic's messages, whole or streamed."""
         return Handler(admission, messages_endpoint)
 
     @app.post(
@@ -304,6 +307,7 @@ def _add_messages(app: FastAPI, admission: Admission) -> None:
         responses=gives(TokenCount, error=AnthropicError),
     )
     async def messages_count_tokens() -> Response:
+        """Count the tokens that a conversation of Anthropic's messages has."""
         return TokenizeHandler(admission, count_tokens)
 
 
@@ -319,26 +323,32 @@ def _add_message_batches(app: FastAPI, admission: Admission, background: Backgro
 
     @app.post("/v1/messages/batches", openapi_extra=takes(MessageBatchRequest), responses=shown(MessageBatch))
     async def create_message_batch(request: Request) -> Response:
+        """Begin a batch of messages."""
         return TokenizeHandler(admission, of(request).create)
 
     @app.get("/v1/messages/batches", responses=shown(MessageBatchList))
     async def message_batches(request: Request) -> Response:
+        """List the batches of messages."""
         return JsonResponse(await of(request).listed(request))
 
     @app.get("/v1/messages/batches/{message_batch_id}", responses=shown(MessageBatch))
     async def message_batch(message_batch_id: str, request: Request) -> Response:
+        """Show one batch of messages."""
         return JsonResponse(await of(request).found(message_batch_id))
 
     @app.post("/v1/messages/batches/{message_batch_id}/cancel", responses=shown(MessageBatch))
     async def cancel_message_batch(message_batch_id: str, request: Request) -> Response:
+        """Cancel a batch of messages."""
         return JsonResponse(await of(request).cancel(message_batch_id))
 
     @app.delete("/v1/messages/batches/{message_batch_id}", responses=shown(DeletedMessageBatch))
     async def delete_message_batch(message_batch_id: str, request: Request) -> Response:
+        """Delete a batch of messages that has ended."""
         return JsonResponse(await of(request).delete(message_batch_id))
 
     @app.get("/v1/messages/batches/{message_batch_id}/results", responses=errors(AnthropicError))
     async def message_batch_results(message_batch_id: str, request: Request) -> Response:
+        """Give the results of a batch of messages, one a line."""
         return await of(request).results(message_batch_id)
 
 
@@ -347,22 +357,27 @@ def _add_files(app: FastAPI, admission: Admission, background: BackgroundWork) -
 
     @app.post("/v1/files", openapi_extra=FORM, responses=gives(FileObject))
     async def upload_file() -> Response:
+        """Upload a file: the requests of a batch."""
         return UploadHandler(admission, background.data)
 
     @app.get("/v1/files", responses=gives(FileList))
     async def list_files(request: Request) -> Response:
+        """List the files."""
         return JsonResponse(await files.listed(request.query_params))
 
     @app.get("/v1/files/{file_id}", responses=gives(FileObject))
     async def file(file_id: str) -> Response:
+        """Show one file."""
         return JsonResponse(await files.found(file_id))
 
     @app.get("/v1/files/{file_id}/content", responses=errors())
     async def file_content(file_id: str) -> Response:
+        """Give the contents of a file."""
         return await files.content(file_id)
 
     @app.delete("/v1/files/{file_id}", responses=gives(DeletedFile))
     async def delete_file(file_id: str) -> Response:
+        """Delete a file."""
         return JsonResponse(await files.delete(file_id))
 
 
@@ -371,18 +386,22 @@ def _add_batches(app: FastAPI, admission: Admission, background: BackgroundWork)
 
     @app.post("/v1/batches", openapi_extra=takes(BatchRequest), responses=gives(BatchObject))
     async def create_batch() -> Response:
+        """Begin a batch of the requests of an uploaded file."""
         return TokenizeHandler(admission, batches.create)
 
     @app.get("/v1/batches", responses=gives(BatchList))
     async def list_batches(request: Request) -> Response:
+        """List the batches."""
         return JsonResponse(await batches.listed(request.query_params))
 
     @app.get("/v1/batches/{batch_id}", responses=gives(BatchObject))
     async def batch(batch_id: str) -> Response:
+        """Show one batch."""
         return JsonResponse(await batches.found(batch_id))
 
     @app.post("/v1/batches/{batch_id}/cancel", responses=gives(BatchObject))
     async def cancel_batch(batch_id: str) -> Response:
+        """Cancel a batch."""
         return JsonResponse(await batches.cancel(batch_id))
 
 
@@ -392,10 +411,12 @@ def _add_responses(app: FastAPI, admission: Admission, background: BackgroundWor
 
     @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest), responses=gives(ResponseAnswer, streamed=True))
     async def responses() -> Response:
+        """Answer a conversation: OpenAI's responses, whole, streamed or in the background."""
         return Handler(admission, partial(responses_endpoint, store=tenant_store()))
 
     @app.get("/v1/responses/{response_id}", responses=gives(ResponseAnswer, streamed=True))
     async def response(response_id: str, request: Request) -> Response:
+        """Give a stored response, or go on with its stream."""
         store, query = tenant_store(), request.query_params
         if query.get("stream", "false") != "false":
             return streamed(*store.events(response_id, query), options.keep_alive_s)
@@ -403,31 +424,37 @@ def _add_responses(app: FastAPI, admission: Admission, background: BackgroundWor
 
     @app.post("/v1/responses/{response_id}/cancel", responses=gives(ResponseAnswer))
     async def cancel_response(response_id: str) -> Response:
+        """Cancel a response that is made in the background."""
         return Response(await tenant_store().cancel(response_id), media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}", responses=gives(DeletedResponse))
     async def delete_response(response_id: str) -> Response:
+        """Delete a stored response."""
         return JsonResponse(await tenant_store().delete(response_id))
 
     @app.get("/v1/responses/{response_id}/input_items", responses=gives(InputItemList))
     async def input_items(response_id: str, request: Request) -> Response:
+        """List the items that a stored response was asked with."""
         return JsonResponse(tenant_store().input_items(response_id, request.query_params))
 
 
 def _add_embeddings(app: FastAPI, admission: Admission) -> None:
     @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest), responses=gives(EmbeddingList))
     async def embeddings() -> Response:
+        """Give the embedding vectors of texts."""
         return Handler(admission, embeddings_endpoint)
 
     @app.post("/v1/score", openapi_extra=takes(ScoreRequest), responses=gives(ScoreList))
     @app.post("/score", include_in_schema=False)
     async def score() -> Response:
+        """Tell how similar pairs of texts are."""
         return Handler(admission, score_endpoint)
 
     @app.post("/v1/rerank", openapi_extra=takes(RerankRequest), responses=gives(RerankAnswer))
     @app.post("/v2/rerank", include_in_schema=False)
     @app.post("/rerank", include_in_schema=False)
     async def rerank() -> Response:
+        """Order documents by how well they fit a query."""
         return Handler(admission, rerank_endpoint)
 
 
@@ -436,20 +463,24 @@ def _add_images(app: FastAPI, admission: Admission) -> None:
         "/v1/images/generations", openapi_extra=takes(ImagesRequest), responses=gives(ImagesAnswer, streamed=True)
     )
     async def image_generations() -> Response:
+        """Generate images from a prompt, whole or streamed step by step."""
         return Handler(admission, images_endpoint)
 
 
 def _add_tokens(app: FastAPI, admission: Admission) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=gives(Tokenized))
     async def to_tokens() -> Response:
+        """Give the tokens of a text or a conversation."""
         return TokenizeHandler(admission, tokenize)
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=gives(Detokenized))
     async def from_tokens() -> Response:
+        """Give the text of tokens."""
         return TokenizeHandler(admission, detokenize)
 
     @app.get("/tokenizer_info", responses=gives(TokenizerInfo))
     async def about_tokenizer(request: Request) -> Response:
+        """Tell which tokenizer and chat template the model has."""
         with admission.admit() as context:
             return JsonResponse(await tokenizer_info(request.query_params.get("model"), context))
 
@@ -457,10 +488,12 @@ def _add_tokens(app: FastAPI, admission: Admission) -> None:
 def _add_models(app: FastAPI, admission: Admission) -> None:
     @app.get(ROOT_PATH, responses=gives(ServerCard))
     async def server() -> Response:
+        """Tell what this server is; browsers get the playground."""
         return JsonResponse(ServerCard("Weft", __version__, str(app.openapi_url)))
 
     @app.get("/version", responses=gives(Version))
     async def version() -> Response:
+        """Tell which version of Weft this is."""
         return JsonResponse(Version(__version__))
 
     @app.get("/v1/models", responses=gives_either(ModelList, AnthropicModelList))
@@ -473,6 +506,7 @@ def _add_models(app: FastAPI, admission: Admission) -> None:
 
     @app.get("/v1/models/{model_id:path}", responses=gives_either(ModelCard, ModelEntryInfo))
     async def model(model_id: str, request: Request) -> Response:
+        """Show one model."""
         cards = {card.id: card for card in _all_cards(admission)}
         if model_id not in cards:
             raise ModelNotFound(f"There is no model {model_id!r:.200} here; this server has {', '.join(cards)}.")

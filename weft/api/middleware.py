@@ -32,7 +32,7 @@ from weft.api.error_responses import (
     error_response,
 )
 from weft.api.openai.openai_schema import SANE_ID
-from weft.api.page import PlaygroundPage
+from weft.api.page import ASSETS, PlaygroundPage
 from weft.errors import ConfigError, InvalidRequest
 from weft.observe import traces
 from weft.observe.watchdog import name_task
@@ -47,7 +47,7 @@ HANGUP = 499
 """In the log: the client hung up before it had an answer."""
 
 LIVE_PATH = "/live"
-_QUIET_PATHS = frozenset({"/health", "/health/live", "/metrics", LIVE_PATH})
+_QUIET_PATHS = frozenset({"/health", "/health/live", "/metrics", LIVE_PATH, *ASSETS})
 _SANE_ID = re.compile(SANE_ID)
 
 CORS_HEADERS = "weft.cors_headers"

@@ -55,6 +55,9 @@ FILES = {
 }
 
 
+ASSETS = tuple(path for path in FILES if path.startswith("/assets/"))
+
+
 class PageFile(Struct, frozen=True):
     """A built file, as it is sent."""
 

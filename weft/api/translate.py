@@ -431,7 +431,7 @@ _ROLES = {"developer": "system", "function": "tool"}
 def passed_message(message: Message, content: str | None = None) -> dict[str, Any]:
     text = message.content if content is None else content
     if isinstance(text, list):
-        raise InvalidRequest("Prompt embeds are no text, and have no tokens.", param="messages")
+        raise InvalidRequest("Prompt embeds are not text, and have no tokens.", param="messages")
     fields: dict[str, Any] = {
         "role": _ROLES.get(message.role, message.role),
         "content": text or "",

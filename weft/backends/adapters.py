@@ -95,7 +95,7 @@ def _check_weights(file: Path, geometry: Geometry | None) -> None:
         with safe_open(file, framework="numpy") as tensors:
             shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is no readable safetensors file: {error}.") from error
+        raise ModelError(f"{file} is not a readable safetensors file: {error}.") from error
     if not any(".lora_A." in name for name in shapes):
         raise ModelError(f"{file}: there is no tensor of a LoRA adapter in it.")
     if geometry is None:

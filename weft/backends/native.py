@@ -361,7 +361,7 @@ class NativeEngine:
         model = self._image_model(prompt_token_ids, params)
         check_priority(request.priority)
         if request.adapter:
-            raise InvalidRequest("Adapters are for text: no image is drawn with one.", param="adapter")
+            raise InvalidRequest("Adapters are for text: an image cannot be generated with one.", param="adapter")
         drawn = Request(
             request_id=request.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,

@@ -75,7 +75,9 @@ class Size(Struct, frozen=True):
         least = int(found[1]) if found else 0
         most = int(found[2] or least) if found else 0
         if not 0 < least <= most:
-            raise ConfigError(f"{text!r} is no number of tokens.", hint="Write 128, or 64-256 for any number between.")
+            raise ConfigError(
+                f"{text!r} is not a number of tokens.", hint="Write 128, or 64-256 for any number between."
+            )
         return cls(least, most)
 
     def draw(self, chance: random.Random) -> int:

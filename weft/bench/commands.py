@@ -24,6 +24,10 @@ from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
 from weft.bench.offline import judge as judge_offline
 from weft.bench.progress_line import progress
 from weft.bench.report import Required
+from weft.bench.router_simulation import ARRIVALS as ROUTER_ARRIVALS
+from weft.bench.router_simulation import POLICIES as ROUTER_POLICIES
+from weft.bench.router_simulation import WORKLOADS as ROUTER_WORKLOADS
+from weft.bench.router_simulation import RouterReport, RouterReports, RouterWork, simulate
 from weft.errors import ConfigError
 from weft.machine.devices import accelerator
 from weft.options import Config
@@ -35,6 +39,7 @@ app = typer.Typer(help="Measure this machine.", no_args_is_help=True, add_comple
 
 _WORK = OfflineWork()
 _MIXED = MixedWork()
+_ROUTER = RouterWork()
 
 Model = Annotated[str | None, typer.Argument(help="What `weft serve` takes.", show_default="smollm2")]
 ConfigFile = Annotated[Path | None, typer.Option(help="A TOML, YAML or JSON file with settings.")]
@@ -228,6 +233,62 @@ def mixed(
     write(StepsReport(steps=list(numbers), reports=reports) if len(reports) > 1 else reports[0], json_file)
     if any(report.device == "cpu" and not report.all_as_alone for report in reports):
         raise typer.Exit(1)
+
+
+@app.command(
+    help="Simulate a cluster: which share of prompts is found cached, and how long requests wait, under the router of "
+    "Weft, round robin, power of two choices and a cache-aware tree of past prompts."
+)
+def router(
+    workloads: Annotated[str, typer.Option(help=f"Some of {','.join(ROUTER_WORKLOADS)}.")] = _ROUTER.workload,
+    arrivals: Annotated[str, typer.Option(help="poisson, bursty or both: poisson,bursty.")] = _ROUTER.arrivals,
+    loads: Annotated[str, typer.Option(help="Per cent of what power of two choices can serve.")] = "90",
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas.")] = _ROUTER.replicas,
+    requests: Annotated[int, typer.Option(min=1000, help="Requests of each run.")] = _ROUTER.requests,
+    edges: Annotated[int, typer.Option(min=1, help="Edges, which know their own requests only.")] = _ROUTER.edges,
+    seed: Annotated[int, typer.Option(help="Seed of requests, arrivals and choices.")] = _ROUTER.seed,
+    json_file: JsonFile = None,
+) -> None:
+    works = [
+        replace(_ROUTER, workload=workload, arrivals=arrival, load=load / 100, replicas=replicas, requests=requests,
+                edges=edges, seed=seed)
+        for workload in _some_of(workloads, ROUTER_WORKLOADS)
+        for arrival in _some_of(arrivals, ROUTER_ARRIVALS)
+        for load in _numbers(loads)
+    ]  # fmt: skip
+    with progress(len(works) * len(ROUTER_POLICIES) * requests, "finding the rate of arrivals") as advance:
+        reports = [simulate(work, advance) for work in works]
+    Console().print(*map(_router_table, reports), sep="\n")
+    write(RouterReports(reports=reports), json_file)
+
+
+def _some_of(text: str, known: Sequence[str]) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
+    return names
+
+
+def _router_table(report: RouterReport) -> Table:
+    work = report.work
+    table = Table(
+        title=f"{work.workload}, {work.arrivals}, {work.load:.0%}: {work.replicas:,} replicas, "
+        f"{work.requests:,} requests, {report.requests_per_s:,.0f}/s",
+        caption="ms in the queue and to the first token; the busiest replica's prefill over the mean; µs a decision",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("rule", no_wrap=True)
+    for heading in ("cached", "queue\np50", "queue\np99", "first\np50", "first\np99", "busiest", "µs\np50"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for figures in report.figures:
+        table.add_row(
+            figures.policy, f"{figures.hit_rate:.1%}", f"{figures.queue_p50_ms:,.1f}", f"{figures.queue_p99_ms:,.0f}",
+            f"{figures.ttft_p50_ms:,.1f}", f"{figures.ttft_p99_ms:,.0f}", f"{figures.imbalance:.2f}",
+            f"{figures.decision_p50_us:.1f}",
+        )  # fmt: skip
+    return table
 
 
 def _rpc_table(report: RpcReport) -> Table:

@@ -142,4 +142,4 @@ def read_report(file: Path) -> ServeReport:
     try:
         return msgspec.json.decode(file.read_bytes(), type=ServeReport)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{file} is no report of weft bench serve: {error}.") from error
+        raise ConfigError(f"{file} is not a report of weft bench serve: {error}.") from error

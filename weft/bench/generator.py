@@ -87,7 +87,7 @@ class Slo(Struct, frozen=True, kw_only=True):
                 bounds.clear()
                 break
         if (text and not bounds) or bounds.keys() - set(cls.__struct_fields__):
-            raise ConfigError(f"{text!r} is no SLO.", hint="Write ttft:200,itl:50,e2e:5000, in milliseconds.")
+            raise ConfigError(f"{text!r} is not an SLO.", hint="Write ttft:200,itl:50,e2e:5000, in milliseconds.")
         return cls(**bounds)
 
     def is_kept(self, answer: MeasuredAnswer) -> bool:

@@ -28,7 +28,7 @@ class Address(Struct, frozen=True):
     def parse(cls, url: str, key: str = "") -> Address:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no address of a server.", hint="Such as http://127.0.0.1:8000.")
+            raise ConfigError(f"{url!r} is not the URL of a server.", hint="Such as http://127.0.0.1:8000.")
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, parts.port or (443 if tls else 80), tls, prefix, key)

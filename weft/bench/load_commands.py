@@ -161,7 +161,7 @@ def points_of(
 
 def _number(text: str) -> int:
     if not text.strip().isdigit() or not int(text):
-        raise ConfigError(f"{text!r} is no number of connections.", hint="Write 8, or 1,8,32 to measure each.")
+        raise ConfigError(f"{text!r} is not a number of connections.", hint="Write 8, or 1,8,32 to measure each.")
     return int(text)
 
 
@@ -172,7 +172,7 @@ def _ramp(text: str) -> tuple[float, float]:
     except ValueError:
         rates = 0.0, 0.0
     if not rates[0] > 0 or rates[1] < 0:
-        raise ConfigError(f"{text!r} is no rate.", hint="Write 4 for four requests a second, or 2-16 for a ramp.")
+        raise ConfigError(f"{text!r} is not a rate.", hint="Write 4 for four requests a second, or 2-16 for a ramp.")
     return rates
 
 
@@ -189,7 +189,7 @@ def options_of(
         try:
             read = msgspec.json.decode(schema.read_bytes())
         except ValueError as error:
-            raise ConfigError(f"{schema} is no JSON: {error}.") from error
+            raise ConfigError(f"{schema} is not valid JSON: {error}.") from error
         options["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": read}}
     return options
 

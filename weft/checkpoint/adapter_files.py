@@ -42,7 +42,7 @@ def allowed_adapter(path: str, config: Config) -> str:
     try:
         folder = Path(path).expanduser().resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a user who is not there, links in a circle
-        raise InvalidRequest("lora_path is no path of a folder.", param="lora_path") from error
+        raise InvalidRequest("lora_path is not the path of a folder.", param="lora_path") from error
     for place in (folder, (folder / CONFIG_FILE).resolve(), (folder / WEIGHTS_FILE).resolve()):
         if not any(place.is_relative_to(root) for root in allowed):
             raise InvalidRequest(

@@ -29,6 +29,7 @@ from weft.engine.wire import (
     Failed,
     Heartbeat,
     Inbox,
+    PrefixDigests,
     ProcessControl,
     Ready,
     Shutdown,
@@ -135,7 +136,11 @@ class _Connection(Struct):
 class EngineClient:
     """The client keeps one engine process alive, and hands requests to it and events to their streams."""
 
-    def __init__(self, config: Config, files: ModelFiles, launch: Callable[[], LaunchedEngine] = launch_engine) -> None:
+    def __init__(
+        self, config: Config, files: ModelFiles, launch: Callable[[], LaunchedEngine] = launch_engine,
+        *, on_digests: Callable[[PrefixDigests], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`on_digests` is called with what changes in the engine's prefix cache; None: it is not told."""
         self.config = config
         self.files = files
         self.restarts = 0
@@ -144,6 +149,7 @@ class EngineClient:
         self.vocabulary: Vocabulary | None = None
         """The vocabulary, which must be set before the first request that has a grammar."""
         self._launch = launch
+        self._on_digests = on_digests
         self._journal = Journal(config.scheduler.max_embedding_mb << 20)
         self._connection: _Connection | None = None
         self._past = EngineStats()
@@ -285,7 +291,7 @@ class EngineClient:
             await asyncio.to_thread(engine.wait, SHUTDOWN_SECONDS)
             raise
         connection = _Connection(engine, transport, inbox, num_oom_kills())
-        connection.send(Start(engine_config(self.config), self.files))
+        connection.send(Start(engine_config(self.config), self.files, self._on_digests is not None))
         try:
             said = await self._first_message(inbox)
         except BaseException:
@@ -344,6 +350,8 @@ class EngineClient:
                 watch.cancel()
             self._connection = None
             self._fail_control_calls()
+            if self._on_digests is not None:
+                self._on_digests(PrefixDigests(reset=True))
             self._past = connection.stats.with_counters_of(self._past)
             if self.state != "closed":
                 self.state = "restarting"
@@ -370,6 +378,8 @@ class EngineClient:
                         return
                     case Done(number=number) if number in self._control_calls:
                         _answer(self._control_calls.pop(number), message)
+                    case PrefixDigests() if self._on_digests is not None:
+                        self._on_digests(message)
                     case Failed(kind=kind, message=text, from_outside=from_outside):
                         connection.failure = f"{kind}: {text}"
                         connection.was_stopped = from_outside

@@ -22,6 +22,7 @@ from weft.engine.wire import (
     Channel,
     ControlCall,
     Done,
+    PrefixDigests,
     Ready,
     Shutdown,
     Start,
@@ -32,6 +33,7 @@ from weft.engine.wire import (
     Vocabulary,
 )
 from weft.errors import InvalidRequest, WeftError
+from weft.scheduler.prefix_digests import PublishedKeys
 from weft.scheduler.scheduler import Scheduler
 from weft.switches import is_on
 from weft.types import ReadBlocks, ResetPrefixCache, StartProfile, StopProfile
@@ -78,6 +80,36 @@ QUIET_SECONDS = 0.5
 """After so long without work the engine checks its books."""
 
 
+PUBLISH_SECONDS = 0.25
+"""Changes of the prefix cache are told at most so often."""
+
+
+class DigestPublisher:
+    """The publisher tells the api process what changes in the prefix cache, if that asked for it."""
+
+    def __init__(self, core: EngineCore, channel: Channel, *, is_on: bool) -> None:
+        self._keys: PublishedKeys | None = core.scheduler.prefixes.publish() if is_on else None
+        self._channel = channel
+        self._published_at = 0.0
+        if is_on:
+            channel.send(PrefixDigests(reset=True))
+
+    @property
+    def due_in(self) -> float | None:
+        """Return the seconds until there is something to publish; None: nothing has changed."""
+        return max(0.0, self._published_at + PUBLISH_SECONDS - time.monotonic()) if self._keys else None
+
+    def publish_if_due(self) -> None:
+        if self.due_in == 0.0:
+            self.publish()
+
+    def publish(self) -> None:
+        if self._keys:
+            added, removed = self._keys.take()
+            self._channel.send(PrefixDigests(reset=False, added=added, removed=removed))
+            self._published_at = time.monotonic()
+
+
 def serve(start: Start, channel: Channel, run_rank: RunRank | None = None) -> None:
     """Load the model and serve one api process until it says Shutdown or is gone; or follow the first rank so long.
     Processes of other ranks call `run_rank`; None: there can be none."""
@@ -85,11 +117,11 @@ def serve(start: Start, channel: Channel, run_rank: RunRank | None = None) -> No
         follow(start, start.rank, channel)
         return
     if start.config.backend.tensor_parallel_size == 1:
-        serve_model(Worker(start.config, start.files), channel)
+        serve_model(start, Worker(start.config, start.files), channel)
         return
     ranks = Ranks(start, channel, run_rank)
     try:
-        serve_model(Worker(start.config, start.files, ranks.group), channel)
+        serve_model(start, Worker(start.config, start.files, ranks.group), channel)
     except WeftError:
         raise
     except Exception:
@@ -100,7 +132,7 @@ def serve(start: Start, channel: Channel, run_rank: RunRank | None = None) -> No
         ranks.close()
 
 
-def serve_model(worker: Worker, channel: Channel) -> None:
+def serve_model(start: Start, worker: Worker, channel: Channel) -> None:
     """Say that the model is loaded, and step until the end."""
     overlap = worker.info.device != "cpu" and is_on("overlap")
     core = EngineCore(Scheduler(worker.limits), worker.runner, overlap=overlap, memory=worker.memory)
@@ -109,8 +141,9 @@ def serve_model(worker: Worker, channel: Channel) -> None:
     _return_freed_memory()
     channel.send(Ready(worker.info, core.stats()))
     recorder = Recorder()
+    publisher = DigestPublisher(core, channel, is_on=start.publishes_digests)
     told = 0.0
-    while _drain(core, channel, recorder):
+    while _drain(core, channel, recorder, publisher):
         channel.step_began = time.monotonic()
         brought = core.step(on_start=lambda request_ids: channel.send(Started(request_ids, core.stats())))
         # The steps of a long prompt bring nothing before the last of them.
@@ -118,6 +151,7 @@ def serve_model(worker: Worker, channel: Channel) -> None:
             told = channel.step_began
             channel.send(StepOutput(brought.tokens, brought.events, core.stats()))
         channel.step_began = 0.0
+        publisher.publish_if_due()
 
 
 def _return_freed_memory() -> None:
@@ -126,21 +160,30 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _idle(core: EngineCore, channel: Channel) -> ToEngine | None:
-    """Wait for a message. Meanwhile prepare what makes later steps faster; then check the books."""
+def _idle(
+    core: EngineCore, channel: Channel, publisher: DigestPublisher, *, is_settled: bool
+) -> tuple[ToEngine | None, bool]:
+    """Wait for a message. Meanwhile prepare what makes later steps faster; then check the books, unless they are
+    settled already. Return the message, and whether they are."""
+    if (due_in := publisher.due_in) is not None:
+        with contextlib.suppress(queue.Empty):
+            return channel.inbox.get(timeout=due_in), False
+        publisher.publish()
     if not core.prepared:
         while core.prepare():
             with contextlib.suppress(queue.Empty):
-                return channel.inbox.get_nowait()
+                return channel.inbox.get_nowait(), False
         channel.send(StepOutput({}, [], core.stats()))
-    with contextlib.suppress(queue.Empty):
-        return channel.inbox.get(timeout=QUIET_SECONDS)
-    core.settle()
-    return channel.inbox.get()
+    if not is_settled:
+        with contextlib.suppress(queue.Empty):
+            return channel.inbox.get(timeout=QUIET_SECONDS), False
+        core.settle()
+    return channel.inbox.get(), True
 
 
-def _drain(core: EngineCore, channel: Channel, recorder: Recorder) -> bool:
+def _drain(core: EngineCore, channel: Channel, recorder: Recorder, publisher: DigestPublisher) -> bool:
     """Take in every message that waits; with nothing to compute, sleep until one comes. Return False to stop."""
+    is_settled = False
     while True:
         if core.has_work:
             try:
@@ -148,7 +191,8 @@ def _drain(core: EngineCore, channel: Channel, recorder: Recorder) -> bool:
             except queue.Empty:
                 return True
         else:
-            message = _idle(core, channel)
+            message, is_settled = _idle(core, channel, publisher, is_settled=is_settled)
+            is_settled = is_settled and isinstance(message, ControlCall) and isinstance(message.message, ReadBlocks)
         match message:
             case Submit(requests=requests):
                 refused = core.submit(requests)

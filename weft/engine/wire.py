@@ -45,6 +45,8 @@ class Start(Struct, frozen=True, tag=True):
 
     config: Config
     files: ModelFiles
+    publishes_digests: bool = False
+    """True: the engine tells what its prefix cache holds."""
     rank: RankPlace | None = None
     """Set for the ranks that an engine starts; None for the engine itself, their first rank."""
 
@@ -135,7 +137,17 @@ class Done(Struct, frozen=True, tag=True):
     """The reason why it could not be done; empty: it was."""
 
 
-FromEngine = Ready | Failed | Started | StepOutput | Heartbeat | Done
+class PrefixDigests(Struct, frozen=True, tag=True):
+    """What has changed in the prefix cache since the last such message, as digests of blocks
+    (`scheduler/prefix_digests`)."""
+
+    reset: bool
+    """True: nothing that was told before holds."""
+    added: list[bytes] = []
+    removed: list[bytes] = []
+
+
+FromEngine = Ready | Failed | Started | StepOutput | Heartbeat | Done | PrefixDigests
 
 
 def _plain(value: object) -> str:

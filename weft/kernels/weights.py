@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,11 +71,13 @@ class LowRank(NamedTuple):
     """The low-rank weights of an adapter for a linear layer: `expand` times `shrink` is added, its scale included."""
 
     shrink: Tensor
-    """[rank, in]."""
-    expand: Tensor
-    """[out, rank]."""
-    ranks: tuple[int, ...]
-    """The rank of each part of a fused weight; 0 for one that is not adapted."""
+    """[rank, in]: the ranks of a fused weight's parts follow each other."""
+    expand: tuple[Tensor, ...]
+    """[out, rank] of each part; its rank is 0 where it is not adapted."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(part.shape[1] for part in self.expand)
 
 
 class SlotLowRank(NamedTuple):
@@ -101,16 +102,15 @@ class SlotLowRank(NamedTuple):
         if added is None:
             return
         first = begin = 0
-        for part, (rank, end) in enumerate(zip(added.ranks, self.ends, strict=True)):
-            last, own = first + rank, part * self.rank
-            self.shrink[slot, own : own + rank] = added.shrink[first:last]
-            self.expand[slot, begin:end, :rank] = added.expand[begin:end, first:last]
-            first, begin = last, end
+        for part, (expand, end) in enumerate(zip(added.expand, self.ends, strict=True)):
+            rank, own = expand.shape[1], part * self.rank
+            self.shrink[slot, own : own + rank] = added.shrink[first : first + rank]
+            self.expand[slot, begin:end, :rank] = expand
+            first, begin = first + rank, end
 
 
 class AdaptedLayer(NamedTuple):
-    """The low-rank weights of one decoder layer; None for a weight that is not adapted. The ranks of a fused weight's
-    parts follow each other, and an output has zeros for those of parts that it does not belong to."""
+    """The low-rank weights of one decoder layer; None for a weight that is not adapted."""
 
     qkv: LowRank | None
     output: LowRank | None
@@ -123,12 +123,11 @@ class AdapterWeights:
 
     def __init__(self, layers: list[AdaptedLayer]) -> None:
         self.layers = layers
-        self.places = np.array([[_place(added) for added in layer] for layer in layers], np.int64)
-        """[layers, 4, 3]: rank and addresses, for native code."""
 
     @property
     def max_rank(self) -> int:
-        return int(self.places[:, :, 0].max())
+        """The most ranks that a layer's weight has, those of all its parts together."""
+        return max((len(one.shrink) for layer in self.layers for one in layer if one is not None), default=0)
 
     @property
     def max_part_rank(self) -> int:
@@ -137,7 +136,7 @@ class AdapterWeights:
     @property
     def num_bytes(self) -> int:
         added = [one for layer in self.layers for one in layer if one is not None]
-        return sum(one.shrink.nbytes + one.expand.nbytes for one in added)
+        return sum(matrix.nbytes for one in added for matrix in (one.shrink, *one.expand))
 
 
 class AdaptedRun(NamedTuple):
@@ -159,7 +158,3 @@ def _tensors(weight: Weight) -> list[Tensor]:
             return [tensor for tensor in held if tensor is not None]
         case _:
             return [weight]
-
-
-def _place(added: LowRank | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if added is None else (len(added.shrink), added.shrink.data_ptr(), added.expand.data_ptr())

@@ -32,6 +32,8 @@ class Device(Struct, frozen=True, kw_only=True):
     name: str
     total: int = 0
     free: int = 0
+    capability: tuple[int, int] = (0, 0)
+    """The compute capability of a GPU; zeros where it is not known."""
 
 
 def accelerator(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> Accelerator:
@@ -104,9 +106,17 @@ def _nvml_devices(nvml: Any) -> Iterator[tuple[str, Device]]:
             call("nvmlDeviceGetName", handle, name, _NVML_TEXT_BYTES)
             call("nvmlDeviceGetUUID", handle, uuid, _NVML_TEXT_BYTES)
             call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
-            # What the driver keeps for itself is no part of what CUDA calls the total.
-            total = memory.total - memory.reserved
-            device = Device(kind="cuda", index=index, name=name.value.decode(), total=total, free=memory.free)
+            major, minor = ctypes.c_int(), ctypes.c_int()
+            call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
+            device = Device(
+                kind="cuda",
+                index=index,
+                name=name.value.decode(),
+                # What the driver keeps for itself is no part of what CUDA calls the total.
+                total=memory.total - memory.reserved,
+                free=memory.free,
+                capability=(major.value, minor.value),
+            )
             yield uuid.value.decode(), device
     finally:
         nvml.nvmlShutdown()

@@ -168,7 +168,7 @@ def _file_weights(path: Path, left_out: tuple[str, ...]) -> Weights:
                     floats += 0 if name.endswith(left_out) else count
                     has_fp8_blocks |= name.endswith(FP8_SCALES) and len(shape) == 2 and shape[1] > 1
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is no readable safetensors file: {error}.") from error
+        raise ModelError(f"{path} is not a readable safetensors file: {error}.") from error
     return Weights(
         floats=floats,
         packed=packed + int4,
@@ -306,7 +306,7 @@ def largest_rank(config: Config) -> int:
                 names = [name for name in file.keys() if ".lora_A." in name]  # noqa: SIM118 - it is no mapping
                 ranks += [rank for name in names for rank in file.get_slice(name).get_shape()[:1]]
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is no readable safetensors file: {error}.") from error
+            raise ModelError(f"{path} is not a readable safetensors file: {error}.") from error
     return max(ranks)
 
 

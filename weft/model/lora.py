@@ -144,8 +144,6 @@ FUSED = {"qkv": ("q", "k", "v"), "output": ("output",), "gate_up": ("gate", "up"
 class LoraPart(NamedTuple):
     """The low-rank weights of one of the model's own linear layers."""
 
-    first_row: int
-    """The first row of the layer in the fused weight."""
     shrink: Tensor
     expand: Tensor
 
@@ -204,24 +202,17 @@ class _AdapterReader:
         return AdapterWeights(layers)
 
     def fused(self, parts: tuple[str, ...], layer: int) -> LowRank | None:
-        found: list[LoraPart | None] = []
-        first_row = 0
-        for name in parts:
-            found.append(self.part(name, layer, first_row))
-            first_row += len(range(self.shapes[name][0])[self.cut(name)[0]])
+        found = [self.part(name, layer) for name in parts]
         read = [part for part in found if part is not None]
         if not read:
             return None
-        ranks = tuple(0 if part is None else len(part.shrink) for part in found)
-        expand = torch.zeros(first_row, sum(ranks), dtype=self.dtype)
-        first_rank = 0
-        for part in read:
-            rows, rank = part.expand.shape
-            expand[part.first_row : part.first_row + rows, first_rank : first_rank + rank] = part.expand
-            first_rank += rank
-        return LowRank(torch.cat([part.shrink for part in read]), expand, ranks)
+        expand = (
+            torch.empty(self.shapes[name][0], 0, dtype=self.dtype)[self.cut(name)[0]] if part is None else part.expand
+            for name, part in zip(parts, found, strict=True)
+        )
+        return LowRank(torch.cat([part.shrink for part in read]), tuple(expand))
 
-    def part(self, name: str, layer: int, first_row: int) -> LoraPart | None:
+    def part(self, name: str, layer: int) -> LoraPart | None:
         module = HUGGINGFACE_NAMES[name].format(layer).removesuffix(".weight")
         if not self.lora.adapts(module, layer):
             return None
@@ -231,7 +222,7 @@ class _AdapterReader:
         expand = self.tensor(f"{PREFIX}{module}.lora_B.weight", (rows, rank), self.lora.scale(module))[own_rows]
         if name in ("q", "k"):
             expand = pairs_from_halves(expand, self.config.head_dim)
-        return LoraPart(first_row, shrink, expand)
+        return LoraPart(shrink, expand)
 
     def cut(self, name: str) -> tuple[slice, slice]:
         """Return the rows and columns of a layer that the shard has."""

@@ -38,7 +38,7 @@ class SafetensorsSource:
             try:
                 opened = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path.name} is no readable safetensors file: {error}.") from error
+                raise ModelError(f"{path.name} is not a readable safetensors file: {error}.") from error
             self._file_of |= dict.fromkeys(opened.keys(), opened)
 
     def names(self) -> set[str]:

@@ -6,7 +6,7 @@ and allocates nothing. Its head is the block that was released longest ago: the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 class Block:
@@ -73,6 +73,8 @@ class BlockPool:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.free = FreeList()
         self.by_key: dict[bytes, Block] = {}
+        self.on_forget: Callable[[bytes], None] | None = None
+        """Called with each key that the prefix cache does not find any more."""
         for block in self.blocks[1:]:
             self.free.append(block)
 
@@ -131,4 +133,6 @@ class BlockPool:
         if block.key is not None:
             if self.by_key.get(block.key) is block:
                 del self.by_key[block.key]
+                if self.on_forget is not None:
+                    self.on_forget(block.key)
             block.key = None

@@ -47,33 +47,86 @@ def victim(running: Sequence[RowCursor], planned: Collection[RowCursor]) -> RowC
 
 
 LEAST_TOKENS = 16
+FIRST_TOKENS = 32
+"""Tokens of the first step whose time is bounded, when it is not known how long one takes."""
+FIRST_GROWTH = 1 / 1024
+FITTED_SPREAD = 256
+"""Contexts must lie so far apart, as a standard deviation, before costs tell how they grow with it; until then a token
+is taken to cost twice as much behind 1,024 others as behind none."""
+MEMORY = 0.98
+"""The weight of what was known, with each new step: some 50 steps are remembered."""
 
 
 class StepPace:
     """The pace sizes the prefills of a step by the time that steps take, so that none lasts longer than a goal: running
-    requests then wait no longer for a token, nor does a new one for its turn."""
+    requests then wait no longer for a token, nor does a new one for its turn.
 
-    def __init__(self, most: int, goal: float, least: int = LEAST_TOKENS, *, in_powers: bool = False) -> None:
+    A token costs the more the longer its context is, as attention reads all of it. The last steps tell what a token
+    costs, and how that grows with the context, by a line through them."""
+
+    def __init__(
+        self, most: int, goal: float, least: int = LEAST_TOKENS, *, first: int = 0, in_powers: bool = False
+    ) -> None:
         """Find the `least` to `most` tokens that a step can compute in `goal` seconds, in whole multiples of the least;
-        `in_powers`: in powers of two of them. Without a goal they are the most."""
+        `in_powers`: in powers of two of them. Without a goal they are the most, and `first`, if given, before any
+        step is known."""
         self._most = most
         self._goal = goal
         self._least = least
+        self._first = min(first or most, most)
         self._in_powers = in_powers
-        self._seconds_per_token = 0.0
-        self.tokens = most
-        """Tokens of a step."""
+        self._cost = 0.0
+        """Seconds of a token, at the context where that was seen last."""
+        self._context = 0.0
+        self._growth = FIRST_GROWTH
+        """What a token of the context adds to the cost of one without any, as a share of that."""
+        self._sums = [0.0] * 5
 
-    def took(self, num_tokens: int, seconds: float) -> None:
-        """Take in a step of so many tokens. Short ones tell nothing: most of their time is the reading of weights."""
+    def tokens_at(self, context: float = 0) -> int:
+        """Return how many tokens a step may have that begins behind so many others."""
+        if not self._goal:
+            return self._most
+        if not self._sums[0]:
+            return self._first
+        tokens = self._within_goal(context)
+        lots = max(1, int(self._within_goal(context + tokens / 2)) // self._least)
+        return self._least * (1 << lots.bit_length() - 1 if self._in_powers else lots)
+
+    def _within_goal(self, context: float) -> float:
+        return self._goal / max(self._cost_at(context), self._goal / self._most)
+
+    def took(self, num_tokens: int, seconds: float, context: float = 0) -> None:
+        """Take in a step of so many tokens, behind so many others on average. Short ones tell nothing: most of their
+        time is the reading of weights."""
         if not self._goal or num_tokens < self._least:
             return
         cost = seconds / num_tokens
-        # A rise is followed at once, as attention over a long prompt grows from chunk to chunk; a fall by halves.
-        self._seconds_per_token = max(cost, (self._seconds_per_token + cost) / 2)
-        tokens = int(min(self._most, self._goal / max(self._seconds_per_token, self._goal / self._most)))
-        lots = max(1, tokens // self._least)
-        self.tokens = self._least * (1 << lots.bit_length() - 1 if self._in_powers else lots)
+        # A rise is followed at once, and a fall by halves.
+        self._cost = max(cost, (self._cost_at(context) + cost) / 2)
+        self._context = context
+        self._sums = [
+            MEMORY * held + new
+            for held, new in zip(self._sums, (1, context, cost, context * context, context * cost), strict=True)
+        ]
+        self._growth = self._fitted_growth()
+
+    def _cost_at(self, context: float) -> float:
+        """A longer context costs more. A shorter one is not trusted to cost less before it was seen to: what looks like
+        growth may be a machine that became slower meanwhile."""
+        if context <= self._context:
+            return self._cost
+        return self._cost * (1 + self._growth * context) / (1 + self._growth * self._context)
+
+    def _fitted_growth(self) -> float:
+        """The slope of the line through costs by context, over its height without context."""
+        count, contexts, costs, squares, products = self._sums
+        spread = count * squares - contexts * contexts
+        if spread <= (FITTED_SPREAD * count) ** 2:
+            return self._growth
+        slope = max(0.0, (count * products - contexts * costs) / spread)
+        mean = costs / count
+        # Noise may put the line's height at or below zero.
+        return slope / max(mean - slope * contexts / count, mean / 8) if slope else 0.0
 
 
 PATIENCE = 64

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from weft.plan import Limits
 from weft.scheduler.block_pool import Block, BlockPool
 from weft.scheduler.cursors import RowCursor
+from weft.scheduler.prefix_digests import PublishedKeys, is_published
 
 
 def find_prefix(pool: BlockPool, keys: Iterable[bytes]) -> list[Block]:
@@ -27,6 +28,13 @@ class PrefixCache:
         self._pool = pool
         self._block_size = limits.block_size
         self._is_on = limits.enable_prefix_caching
+        self._published: PublishedKeys | None = None
+
+    def publish(self) -> PublishedKeys:
+        """Collect from now on what routers are told of the cache."""
+        self._published = PublishedKeys()
+        self._pool.on_forget = self._published.remove
+        return self._published
 
     def find(self, cursor: RowCursor) -> list[Block]:
         """Return the cached blocks that begin a request. At least its last token is computed, for the logits."""
@@ -39,4 +47,7 @@ class PrefixCache:
         """Add the blocks that were filled when the known tokens from `start` to `stop` were computed."""
         if self._is_on:
             for i in range(start // self._block_size, stop // self._block_size):
-                self._pool.remember(cursor.blocks[i], cursor.keys.of(cursor.tokens, i))
+                key = cursor.keys.of(cursor.tokens, i)
+                self._pool.remember(cursor.blocks[i], key)
+                if self._published is not None and is_published(i):
+                    self._published.add(key)

@@ -19,7 +19,7 @@ from weft.scheduler.block_pool import Block, BlockPool
 from weft.scheduler.cursors import Cursor, RowCursor, first_cursor, needs_row
 from weft.scheduler.denoise import Images
 from weft.scheduler.parallel_sampling import Siblings, shared_prompt, waits_for
-from weft.scheduler.policy import LEAST_MIXED_TOKENS, LEAST_TOKENS, StepPace, Throttle
+from weft.scheduler.policy import FIRST_TOKENS, LEAST_MIXED_TOKENS, LEAST_TOKENS, StepPace, Throttle
 from weft.scheduler.prefix_cache import PrefixCache
 from weft.scheduler.speculation import NO_DRAFT, Draft
 from weft.scheduler.step import Promised, Step, denoise_event, failure_event, token_event, vector_event
@@ -36,7 +36,7 @@ class Scheduler:
             raise ValueError(f"{limits.num_blocks} blocks cannot hold one request of {limits.max_model_len} tokens")
         self.limits = limits
         self.throttle = Throttle(limits)
-        self.pace = StepPace(limits.max_num_batched_tokens, limits.max_step_seconds)
+        self.pace = StepPace(limits.max_num_batched_tokens, limits.max_step_seconds, first=FIRST_TOKENS)
         self.mixed_pace = StepPace(
             limits.max_num_batched_tokens, limits.max_mixed_step_seconds, LEAST_MIXED_TOKENS, in_powers=True
         )
@@ -208,7 +208,9 @@ class Scheduler:
         if not plan.denoise:
             # A step that was planned while another was under way began when that one ended.
             seconds = now - max(promised.planned_at, self._applied_at)
-            self.pace.took(plan.num_tokens, seconds)
+            if self.limits.max_step_seconds:
+                before = sum(row.count * (row.start + row.count / 2) for row in plan.rows)
+                self.pace.took(plan.num_tokens, seconds, before / max(1, plan.num_tokens))
             # A step that only prefills may have no result that is waited for.
             if any(row.count == 1 for row in plan.rows):
                 self.mixed_pace.took(plan.num_tokens, seconds)
@@ -263,12 +265,13 @@ class Scheduler:
     def _plan_prefills(self, prefills: list[RowCursor], step: Step) -> None:
         """Plan the next chunks of running prefills, then admit waiting requests while there is budget for them. Prompts
         that fit whole into half of the budget come before those that do not: none waits until a long one is through."""
-        budget = self.pace.tokens
+        budget = self.pace.tokens_at(max((cursor.computed for cursor in prefills), default=0))
         if step.decodes:
+            budget = max(LEAST_TOKENS, budget - step.decodes - step.draft_tokens)
             waiting_tokens = self.waiting.num_tokens
             if self.limits.max_mixed_step_seconds:
                 waiting_tokens += sum(cursor.num_prompt for cursor in prefills)
-            mixed = policy.prefill_budget(self.limits, step.decodes, waiting_tokens, self.mixed_pace.tokens)
+            mixed = policy.prefill_budget(self.limits, step.decodes, waiting_tokens, self.mixed_pace.tokens_at())
             budget = min(budget, mixed)
         wanted = ((self.limits.blocks_for(cursor.known), len(cursor.blocks)) for cursor in prefills)
         step.prefill_blocks = sum(max(0, all_blocks - held) for all_blocks, held in wanted)
@@ -371,7 +374,9 @@ class Scheduler:
         """Return how many tokens of this request the step can compute: chunked prefill divides long prompts."""
         if cursor.decoding:
             return min(1, step.budget)
-        chunk = min(self.limits.max_prefill_chunk, step.prefill_left)
+        # A prompt that is found in the cache begins with a long context.
+        slow = max(LEAST_TOKENS, self.pace.tokens_at(cursor.computed) - step.prefill_tokens)
+        chunk = min(self.limits.max_prefill_chunk, step.prefill_left, slow)
         if cursor.scores_prompt:
             chunk = min(chunk, step.prompt_logprobs_budget)
         return min(cursor.todo, chunk, step.budget)

@@ -80,7 +80,7 @@ def _check_embeds(request: Request, limits: Limits) -> None:
         if not stop <= segment.start <= segment.stop <= len(request.prompt_token_ids):
             raise InvalidRequest("prompt_embeds: its rows are not at positions of the prompt.", param="prompt_embeds")
         if len(segment.digests) != segment.embeds.shape[0] * DIGEST_BYTES:
-            raise InvalidRequest("prompt_embeds: it has not a digest of each row.", param="prompt_embeds")
+            raise InvalidRequest("prompt_embeds: it does not have a digest of each row.", param="prompt_embeds")
         stop = segment.stop
     if (given := request.tensor_bytes) > limits.max_client_bytes:
         raise InvalidRequest(

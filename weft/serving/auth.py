@@ -56,7 +56,7 @@ class KeyFile:
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror}.", hint="It is to hold API keys.") from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{self._path}: this is no text.", hint="It is to hold API keys.") from error
+            raise ConfigError(f"{self._path}: this is not a text file.", hint="It is to hold API keys.") from error
         if len(text) > MAX_BYTES:
             raise ConfigError(f"{self._path}: this is larger than a file of keys can be.")
         lines = [

@@ -289,7 +289,7 @@ def _problem(text: bytes, endpoint: str, seen: set[str], number: int, check: Che
         check(text)
         line = msgspec.json.decode(text, type=BatchLine)
     except (ValueError, RecursionError) as error:
-        message = f"The line is no JSON object with custom_id, method, url and body: {error}."
+        message = f"The line is not a JSON object with custom_id, method, url and body: {error}."
         return LineProblem(code="invalid_json_line", message=message[:500], line=number)
     for code, param, is_wrong, message in (
         ("invalid_custom_id", "custom_id", not 1 <= len(line.custom_id) <= MAX_CUSTOM_ID_CHARS,

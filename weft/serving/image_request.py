@@ -241,7 +241,7 @@ def png(width: int, height: int, rgb: bytes) -> bytes:
     """Return a PNG file of rows of RGB bytes, the topmost first."""
     row_bytes = width * RGB_BYTES
     if width < 1 or height < 1 or len(rgb) != row_bytes * height:
-        raise ValueError(f"{len(rgb)} bytes are no RGB image of {width}x{height}.")
+        raise ValueError(f"{len(rgb)} bytes are not an RGB image of {width}x{height}.")
     rows = memoryview(rgb)
     filtered = b"".join(
         part for start in range(0, len(rgb), row_bytes) for part in (_UNFILTERED, rows[start : start + row_bytes])

@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.kernels import AttentionBatch, GivenRows
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.kv_cache import KvCache
-from weft.kernels.weights import AdaptedRun
+from weft.kernels.weights import AdaptedRun, AdapterWeights
 from weft.model.dense import DenseModel, LastTokens
 from weft.model.dense_lora import AdapterSlots, forward_adapted
 from weft.switches import is_on
@@ -44,6 +44,9 @@ class FastStep(Protocol):
         given: GivenRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the same, and the final hidden states of the tokens at `hidden_rows`."""
+
+    def lay_out(self, adapter: AdapterWeights) -> None:
+        """Lay out an adapter as native code reads it, before the first step that has it; from any thread."""
 
 
 class RequestedTokens(NamedTuple):

@@ -47,7 +47,7 @@ class LoraRows:
         """Make slots, when there are any, for adapters of at least this rank."""
         self.slots: AdapterSlots | None = None
         self._model = stepper.model
-        self._has_slots = stepper.fast_step is None
+        self._fast_step = stepper.fast_step
         self._max_adapters = max_adapters
         self._rank = rank
         self._loaded: OrderedDict[int, Loaded] = OrderedDict()
@@ -69,7 +69,7 @@ class LoraRows:
             known = Future()
             known.set_result(self._loaded[adapter.number].weights)
         elif known is None or (known.done() and known.exception() is not None):
-            known = self._reader.submit(self._read_files, Path(adapter.path))
+            known = self._reader.submit(self._from_files, Path(adapter.path))
         self._read[adapter.number] = known
         return known
 
@@ -124,12 +124,18 @@ class LoraRows:
                 found.append(AdaptedRun(loaded.weights, first, row.count))
         return found
 
+    def _from_files(self, folder: Path) -> AdapterWeights:
+        weights = self._read_files(folder)
+        if self._fast_step is not None:
+            self._fast_step.lay_out(weights)
+        return weights
+
     def _read_files(self, folder: Path) -> AdapterWeights:
         return read_adapter(folder, self._model.config, self._model.weights.dtype)
 
     def _fill(self, loaded: Loaded) -> None:
         """Write an adapter to its slot. One of a larger rank than slots have needs all of them anew."""
-        if not self._has_slots:
+        if self._fast_step is not None:
             return
         rank = loaded.weights.max_part_rank
         if self.slots is None or rank > self.slots.rank:

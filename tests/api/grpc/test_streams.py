@@ -268,7 +268,7 @@ def test_a_client_that_leaves_aborts_all_that_it_asked(way: str, script: list[St
             check_whole(await answer_to(opened, ask()))
             return True
 
-    deadline_s = 1.0 if way == "deadline" else None
+    deadline_s = 0.25 if way == "deadline" else None
     while not asyncio.run(scenario(deadline_s)):
         assert deadline_s is not None and deadline_s < PATIENCE
         deadline_s *= 4

@@ -61,9 +61,9 @@ def test_a_password_is_not_shown() -> None:
         (403, {"error": {"message": "no"}}, "refuses the key"),
         (404, {"error": {"message": "nothing"}}, "does not list its models (status 404)"),
         (500, {"error": {"message": "broken"}}, "broken"),
-        (200, {"models": []}, "does not speak OpenAI's interface"),
+        (200, {"models": []}, "not answer as an OpenAI-compatible server"),
         (200, {"data": []}, "has no models"),
-        (200, ["x"], "does not speak OpenAI's interface"),
+        (200, ["x"], "not answer as an OpenAI-compatible server"),
     ],
 )
 def test_a_server_that_cannot_be_used(status: int, body: Any, words: str) -> None:

@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[GrammarSpec, str]] = {
     ),
     "names that may repeat": (JsonSchemaSpec(schema={"type": "object", "minProperties": 2}), "minProperties 2"),
     "two drafts": (JsonSchemaSpec(schema={"prefixItems": [], "additionalItems": False}), "different drafts"),
-    "no number": (JsonSchemaSpec(schema={"minimum": float("nan")}), "no JSON"),
+    "no number": (JsonSchemaSpec(schema={"minimum": float("nan")}), "not valid JSON"),
     "too deep": (JsonSchemaSpec(schema=nested(33)), "more than 32 levels"),
     "too large": (JsonSchemaSpec(schema={"enum": ["x" * 100 + str(i) for i in range(700)]}), "64 KiB"),
     "a product": (
@@ -330,7 +330,7 @@ REFUSED: dict[str, tuple[GrammarSpec, str]] = {
     "no choice": (ChoiceSpec(options=[]), "nothing to choose from"),
     "a name of nobody's": (LarkSpec(text="start: nobody"), 'unknown name: "nobody"'),
     "half a grammar": (LarkSpec(text='start: "a\n'), "1\\("),
-    "half of another notation": (LarkSpec(text='root ::= "a'), "no GBNF: Unexpected end"),
+    "half of another notation": (LarkSpec(text='root ::= "a'), "not valid GBNF: Unexpected end"),
     "too much of another notation": (LarkSpec(text='root ::= "a"\n' * 501), "501 rules; at most 500"),
     "a list of grammars": (LarkSpec(text='{"grammars": []}'), "neither in Lark nor in GBNF"),
     "a temperature": (LarkSpec(text="start: x\nx[temperature=0.5]: /a+/"), "temperature"),
@@ -338,7 +338,7 @@ REFUSED: dict[str, tuple[GrammarSpec, str]] = {
     "no tools": (ToolCallsSpec(shape=TOOL_STYLES[0].shape, tools=[]), "no tools"),
     "arguments that are a list": (
         ToolCallsSpec(shape=TOOL_STYLES[0].shape, tools=[ToolSpec(name="f", parameters={"type": "array"})]),
-        "'f' are no object",
+        "'f' are not an object",
     ),
 }
 

@@ -132,7 +132,7 @@ def _lines(body: bytes, limits: LimitOptions) -> list[bytes]:
     try:
         requests = msgspec.json.decode(body, type=MessageBatchRequest).requests
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"The body is no batch of messages: {error}."[:500]) from error
+        raise InvalidRequest(f"The body is not a batch of messages: {error}."[:500]) from error
     if not requests:
         raise InvalidRequest("A batch has at least one request.", param="requests")
     seen: set[str] = set()

@@ -64,7 +64,7 @@ def parse(kind: type[AMessage], message: bytes) -> AMessage:
     try:
         return kind.FromString(message)
     except DecodeError as error:
-        raise InvalidRequest(f"What was sent is no {kind.DESCRIPTOR.name}.") from error
+        raise InvalidRequest(f"What was sent is not a {kind.DESCRIPTOR.name}.") from error
 
 
 def check_fields(kind: type[Message], message: bytes) -> None:

@@ -235,7 +235,7 @@ def _address(text: str) -> httpx.URL:
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
-        raise ConfigError(f"{text!r} is no address: {error}.", hint=hint) from error
+        raise ConfigError(f"{text!r} is not a URL: {error}.", hint=hint) from error
     if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"{text!r} is no address of a server.", hint=hint)
+        raise ConfigError(f"{text!r} is not the URL of a server.", hint=hint)
     return url if url.path.strip("/") else url.copy_with(path="/v1")

@@ -86,7 +86,9 @@ def _chosen(listed: PeerResponse, wanted: str, client: PeerClient) -> PeerModel:
     try:
         cards = {card.id: card for card in read(listed.body, PeerModels).data}
     except PeerLost as error:
-        raise ConfigError(f"The server at {client.shown} does not speak OpenAI's interface: {error}.") from error
+        raise ConfigError(
+            f"The server at {client.shown} does not answer as an OpenAI-compatible server does: {error}."
+        ) from error
     if wanted and wanted not in cards:
         raise ConfigError(
             f"The server at {client.shown} has no model {wanted!r}; it has {', '.join(cards) or 'none'}.",

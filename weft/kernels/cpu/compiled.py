@@ -68,7 +68,9 @@ SYMBOL = "weft_"
 """Names of kernels begin so: they stand beside those of all libraries of the process."""
 PANEL_KERNELS = [f"panel_linear_{kind}" for kind, _ in enumerate(FORMATS, 1)]
 # The longest to compile come first.
-KERNELS = tuple(SYMBOL + name for name in ("step", "attend", "stream_dots", "dots", *PANEL_KERNELS, "argmax"))
+KERNELS = tuple(
+    SYMBOL + name for name in ("step", "attend", "stream_dots", "half_dots", "dots", *PANEL_KERNELS, "argmax")
+)
 """The names of `jit.EXPORTS`."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 

@@ -104,6 +104,14 @@ def load(builder: Any, kind: Any, pointer: Any, index: Any) -> Any:
     return builder.load(builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer()), align=4)
 
 
+def load_halves(builder: Any, count: int, pointer: Any, index: Any) -> Any:
+    """The float, or the vector of `count` floats, of the halves from pointer[index] on, a pointer to 16 bits."""
+    half = ir.IntType(16)
+    kind = ir.VectorType(half, count) if count > 1 else half
+    there = builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
+    return float_of_half(builder, builder.load(there, align=2))
+
+
 def store(builder: Any, value: Any, pointer: Any, index: Any) -> None:
     builder.store(value, builder.bitcast(builder.gep(pointer, [index]), value.type.as_pointer()), align=4)
 
@@ -114,3 +122,10 @@ def join(builder: Any, elements: list[Any]) -> Any:
     for i, element in enumerate(elements):
         vector = builder.insert_element(vector, element, ir.IntType(32)(i))
     return vector
+
+
+def splat(builder: Any, value: Any, count: int) -> Any:
+    """A vector of one value."""
+    word = ir.IntType(32)
+    first = builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, word(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(word, count), [0] * count))

@@ -33,7 +33,7 @@ def _attention(here: Here, base: int) -> Any:
     base = phases.attention_norm(here, num_tokens, base)
     if num_runs:
         base = phases.shrink_qkv(here, num_runs, base)
-    base = phases.qkv(here, num_pieces(job, layer.qkv_kind, qkv_size, hidden_size), base)
+    base = phases.qkv(here, num_pieces(job, qkv_size, hidden_size), base)
     base = phases.rotate_and_store(here, num_tokens, base)
     base = phases.attend(here, job.num_items * job.num_kv_heads, base)
     if job.num_parts:
@@ -42,7 +42,7 @@ def _attention(here: Here, base: int) -> Any:
         base = phases.shrink_output(here, num_runs, base)
     if layer.output_kind:
         base = phases.quantise_attended(here, num_tokens, base)
-    return phases.output(here, num_pieces(job, layer.output_kind, hidden_size, q_size), base)
+    return phases.output(here, num_pieces(job, hidden_size, q_size), base)
 
 
 @inner
@@ -53,12 +53,12 @@ def _mlp(here: Here, base: int) -> Any:
     base = phases.mlp_norm(here, num_tokens, base)
     if num_runs:
         base = phases.shrink_gate_up(here, num_runs, base)
-    base = phases.gate_up(here, num_pieces(job, layer.gate_up_kind, size, hidden_size), base)
+    base = phases.gate_up(here, num_pieces(job, size, hidden_size), base)
     if num_runs:
         base = phases.shrink_down(here, num_runs, base)
     if layer.down_kind:
         base = phases.quantise_gated(here, num_tokens, base)
-    return phases.down(here, num_pieces(job, layer.down_kind, hidden_size, size), base)
+    return phases.down(here, num_pieces(job, hidden_size, size), base)
 
 
 @inner
@@ -68,7 +68,7 @@ def _outputs(here: Here, base: int) -> None:
     if job.num_hidden:
         base = phases.hidden_norm(here, job.num_hidden, base)
     base = phases.final_norm(here, job.num_outputs, base)
-    phases.head(here, num_pieces(job, job.head_kind, job.vocab_size, job.hidden_size), base)
+    phases.head(here, num_pieces(job, job.vocab_size, job.hidden_size), base)
 
 
 @export(types.void(*[types.int64] * 5))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeGuard
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.batch import AttentionBatch, GivenRows, HeadShape
@@ -21,8 +23,9 @@ from weft.kernels.cpu.job import (
     KV_FLOAT16,
     KV_FLOAT32,
     KV_INT8,
+    LANES,
     LAYER,
-    MOST_PIECE_ROWS,
+    PLACE_FIELDS,
     QUERIES,
     RUN,
     SCRATCH_FLOATS,
@@ -30,7 +33,7 @@ from weft.kernels.cpu.job import (
 from weft.kernels.kv_cache import Int8Cache, KvCache
 from weft.kernels.panel_format import FORMATS, INPUT_GROUP
 from weft.kernels.quantised import QuantisedWeight
-from weft.kernels.weights import AdaptedRun, DecoderWeights, Weight
+from weft.kernels.weights import AdaptedRun, AdapterWeights, DecoderWeights, LowRank, Weight
 
 _NONE = torch.empty(0, dtype=torch.int64)
 _KV_KINDS = {torch.float32: KV_FLOAT32, torch.float16: KV_FLOAT16, torch.int8: KV_INT8}
@@ -133,7 +136,8 @@ class FusedStep:
         self._tile_tokens = max(1, QUERIES // group)
         most = max(QUERIES, group)
         attended = most * (2 * heads.head_dim + 2 + KEYS) + KEYS * heads.head_dim
-        scratch = max(attended, RUN_TOKENS * MOST_PIECE_ROWS, SCRATCH_FLOATS, self._hidden_size)
+        widest = max(self._hidden_size, self._intermediate_size, heads.q_size)
+        scratch = max(attended, RUN_TOKENS * widest, SCRATCH_FLOATS)
         self._scratch = torch.empty(self._team.num_threads, -(-scratch // 64) * 64)
         self._jobs = np.zeros(1, JOB)
         self._set(
@@ -161,6 +165,7 @@ class FusedStep:
             scale=heads.scale,
         )
         self._reserved_tokens = self._reserved_parts = self._reserved_ranks = 0
+        self._adapters: WeakKeyDictionary[AdapterWeights, _AdapterPlaces] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -194,8 +199,7 @@ class FusedStep:
             for t in (tokens, positions, batch.slots, batch.block_tables, rows, hidden_rows, given_at)
         ]
         items = np.array(list(_attention_items(batch, self._tile_tokens)), ITEM)
-        runs = np.array(list(_adapter_runs(adapted)), RUN)
-        max_rank = max((run.weights.max_rank for run in adapted), default=0)
+        run_tokens, runs, max_rank = self._runs(adapted)
         num_parts = int(items["part"].max(initial=-1)) + 1
         self._check(batch, *inputs)
         if values.numel() != len(given_at) * self._hidden_size:
@@ -204,7 +208,7 @@ class FusedStep:
         hidden = torch.empty(len(hidden_rows), self._hidden_size)
 
         def prepare() -> list[int]:
-            self._reserve(len(tokens), num_parts, len(tokens) * max_rank)
+            self._reserve(len(tokens), num_parts, len(run_tokens) * max_rank)
             self._set(
                 claims=self._team.claims,
                 num_tokens=len(tokens),
@@ -225,6 +229,7 @@ class FusedStep:
                 num_given=len(given_at),
                 given=_address(values),
                 num_runs=len(runs),
+                run_tokens=run_tokens.ctypes.data,
                 shrunk_stride=max_rank,
             )
             return [array.ctypes.data for array in (self._jobs, self._layers, items, runs)]
@@ -243,6 +248,29 @@ class FusedStep:
 
     def close(self) -> None:
         self._team.close()
+
+    def lay_out(self, adapter: AdapterWeights) -> None:
+        """Lay out an adapter as native code reads it. The first step that has it would do so, and take longer."""
+        self._adapters[adapter] = _AdapterPlaces(adapter)
+
+    def _runs(self, adapted: Sequence[AdaptedRun]) -> tuple[NDArray[np.int64], NDArray[np.void], int]:
+        """Return the tokens that have adapters, those with the same one together, the runs of them as items of `RUN`,
+        short enough for every thread to have some of a prompt, and the highest rank."""
+        groups: dict[AdapterWeights, list[int]] = {}
+        for run in adapted:
+            groups.setdefault(run.weights, []).extend(range(run.first, run.first + run.num_tokens))
+        tokens: list[int] = []
+        runs: list[tuple[int, int, int]] = []
+        for adapter, found in groups.items():
+            own = sorted(found)
+            if adapter not in self._adapters:
+                self.lay_out(adapter)
+            address = self._adapters[adapter].address
+            pieces = range(0, len(own), RUN_TOKENS)
+            runs += ((len(tokens) + first, min(RUN_TOKENS, len(own) - first), address) for first in pieces)
+            tokens += own
+        max_rank = max((self._adapters[adapter].max_rank for adapter in groups), default=0)
+        return np.array(tokens, np.int64), np.array(runs, RUN), max_rank
 
     def _check(
         self, batch: AttentionBatch, tokens: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor,
@@ -381,12 +409,43 @@ def _attention_items(batch: AttentionBatch, tile_tokens: int) -> Iterator[tuple[
             yield token, count, sequence, 0, position + count, position, -1
 
 
-def _adapter_runs(adapted: Sequence[AdaptedRun]) -> Iterator[tuple[int, ...]]:
-    """As items of `RUN`, short enough for every thread to have some of a prompt."""
-    for run in adapted:
-        stop = run.first + run.num_tokens
-        for token in range(run.first, stop, RUN_TOKENS):
-            yield token, min(RUN_TOKENS, stop - token), run.weights.places.ctypes.data
+class _AdapterPlaces:
+    """The matrices of an adapter as native code reads them: as halves where no number changes by it."""
+
+    def __init__(self, adapter: AdapterWeights) -> None:
+        self.max_rank = -(-adapter.max_rank // 4) * 4
+        self._matrices: list[Tensor] = []
+        self._places = np.array([[self._place(one) for one in layer] for layer in adapter.layers], np.int64)
+
+    @property
+    def address(self) -> int:
+        return int(self._places.ctypes.data)
+
+    def _place(self, added: LowRank | None) -> list[int]:
+        """Return the fields that `job.PLACE_FIELDS` counts."""
+        if added is None:
+            return [0] * PLACE_FIELDS
+        rank = len(added.shrink)
+        is_half = all(torch.equal(matrix.half().float(), matrix.float()) for matrix in (added.shrink, *added.expand))
+        kind = torch.float16 if is_half else torch.float32
+        fields = [rank, is_half, self._kept(_padded(added.shrink, 4) if is_half else added.shrink, kind)]
+        begin = first_rank = 0
+        for part in added.expand:
+            size, rank = part.shape
+            rows = _padded(part, LANES)
+            panels = rows.view(len(rows) // LANES, LANES, rank).transpose(1, 2)
+            fields += (begin, begin + size, first_rank, rank, self._kept(panels, kind))
+            begin, first_rank = begin + size, first_rank + rank
+        return fields + [0] * (PLACE_FIELDS - len(fields))
+
+    def _kept(self, matrix: Tensor, kind: torch.dtype) -> int:
+        self._matrices.append(matrix.to(kind).contiguous())
+        return self._matrices[-1].data_ptr()
+
+
+def _padded(matrix: Tensor, multiple: int) -> Tensor:
+    """Add rows of zeros up to a multiple."""
+    return torch.nn.functional.pad(matrix, (0, 0, 0, -len(matrix) % multiple))
 
 
 def _address(weight: Weight) -> int:

@@ -41,7 +41,7 @@ JOB = np.dtype(
         # What is asked in this step: tokens, attention to be done for them, whose logits are wanted, and whose
         # hidden states.
         *_integers("num_tokens tokens positions slots num_items num_parts tables table_stride num_outputs outputs"),
-        *_integers("num_hidden hidden_at num_runs"),
+        *_integers("num_hidden hidden_at num_runs run_tokens"),
         # Rows that stand in the place of tokens' embeddings.
         *_integers("num_given given_at given"),
         # What passes from one phase to the next, and what comes out.
@@ -66,8 +66,19 @@ ITEM = np.dtype(_integers("token num_tokens sequence first stop position part"))
 """Attention of a few tokens of a sequence over a run of its keys. `part` is where the unfinished result goes to be
 joined with those of the token's other runs, or -1 where there is only one run."""
 
-RUN = np.dtype(_integers("token num_tokens places"))
-"""A few tokens with one adapter, and the address of its `AdapterWeights.places`."""
+RUN = np.dtype(_integers("first num_tokens places"))
+"""Tokens with one adapter, from `first` on in the list at `JOB.run_tokens`, and the address of the adapter's places."""
+
+QKV, OUTPUT, GATE_UP, DOWN = range(4)
+PLACES = 4
+"""The weights of a layer that an adapter may have a place for, as `AdaptedLayer` has them."""
+PARTS, PART_FIELDS = 3, 5
+FIRST_PART = 3
+PLACE_FIELDS = FIRST_PART + PARTS * PART_FIELDS
+"""The int64s of a place: the rank, 0 where there is nothing, whether matrices are of halves, and the address of the
+first matrix, [rank, in]. Then for each part of a fused weight where its outputs begin and end, its first rank, its
+rank, and the address of its second matrix in panels, [outputs / LANES, rank, LANES]. A first matrix of halves has
+rows of zeros up to a multiple of four."""
 
 
 class Here(NamedTuple):

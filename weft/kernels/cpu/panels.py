@@ -21,6 +21,7 @@ from weft.kernels.cpu.emit import (
     loop,
     multiply_add,
     prefetch,
+    splat,
     store,
 )
 from weft.kernels.cpu.jit import cgutils, export, inner, intrinsic, ir, noinline, types
@@ -48,12 +49,6 @@ _VNNI = {8: "avxvnni", 16: "avx512vnni"}
 """LLVM's name of x86's dot products for registers of so many numbers."""
 _AHEAD_BYTES = 2048
 _INT = types.int64
-
-
-def _splat(builder: Any, value: Any, count: int = LANES) -> Any:
-    """A vector of one value."""
-    first = builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, count), [0] * count))
 
 
 def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
@@ -152,7 +147,7 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
                 for group, (value, scale) in enumerate(products):
                     both = row_scales[group] if scale is None else builder.fmul(row_scales[group], scale)
                     total = multiply_add(builder, value, both, total)
-                    total = multiply_add(builder, minima[group], _splat(builder, half_sums[group]), total)
+                    total = multiply_add(builder, minima[group], splat(builder, half_sums[group], LANES), total)
                 return total
 
             def half_products(place: Any, half: int, numbers: list[Any]) -> tuple[Any, Any]:
@@ -162,9 +157,9 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
                 for i in range(count):
                     pointer = builder.gep(x, [builder.add(first, INDEX(4 * i))])
                     word = builder.load(builder.bitcast(pointer, _I32.as_pointer()), align=4)
-                    inputs = builder.bitcast(_splat(builder, word), _NUMBERS)
+                    inputs = builder.bitcast(splat(builder, word, LANES), _NUMBERS)
                     products = _dots_of_four(builder, products, numbers[half * count + i], inputs)
-                return builder.sitofp(products, _VALUES), _splat(builder, load(builder, FLOAT, scales, place))
+                return builder.sitofp(products, _VALUES), splat(builder, load(builder, FLOAT, scales, place), LANES)
 
             totals = [ir.Constant(_VALUES, [0.0] * LANES)] * num_inputs
             for t, total in enumerate(loop(builder, INDEX(0), num_blocks, 1, totals, block)):
@@ -242,7 +237,7 @@ def _quantise_group(typing: Any, x: Any, numbers: Any, scale: Any, total: Any) -
         poison = _call(builder, f"llvm.vector.reduce.fadd.{suffix}", FLOAT, FLOAT(0.0), nothing)
         whole = builder.fcmp_ordered(">", most, FLOAT(0.0))
         inverse = builder.select(whole, builder.fdiv(FLOAT(127.0), most), FLOAT(0.0))
-        scaled = builder.fmul(given, _splat(builder, inverse, INPUT_GROUP))
+        scaled = builder.fmul(given, splat(builder, inverse, INPUT_GROUP))
         half = ir.Constant(values, [0.5] * INPUT_GROUP)
         rounded = builder.fptosi(_call(builder, f"llvm.floor.{suffix}", values, builder.fadd(scaled, half)), words)
         target = builder.bitcast(numbers, ir.VectorType(_I8, INPUT_GROUP).as_pointer())

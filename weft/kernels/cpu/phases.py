@@ -12,7 +12,21 @@ import numpy as np
 
 from weft.kernels.cpu import attention, row_ops
 from weft.kernels.cpu.jit import inner, noinline
-from weft.kernels.cpu.job import ARRIVALS, CLAIMS, ITEM, KEYS, LANES, MOST_ROWS, QUERIES, RUN, Here
+from weft.kernels.cpu.job import (
+    ARRIVALS,
+    CLAIMS,
+    DOWN,
+    GATE_UP,
+    ITEM,
+    KEYS,
+    LANES,
+    MOST_ROWS,
+    OUTPUT,
+    QKV,
+    QUERIES,
+    Here,
+)
+from weft.kernels.cpu.low_rank import expand, shrink
 from weft.kernels.cpu.panels import panel_linear, quantise, rest_of, unpack_row
 from weft.kernels.cpu.raw_memory import (
     Floats,
@@ -27,10 +41,10 @@ from weft.kernels.cpu.raw_memory import (
     record_at,
     signed_bytes,
 )
-from weft.kernels.cpu.tile import dots, stream_dots
+from weft.kernels.cpu.tile import stream_dots
 from weft.kernels.panel_format import BLOCK, INPUT_GROUP
 
-item_at, run_at = record_at(ITEM), record_at(RUN)
+item_at = record_at(ITEM)
 
 # Some 20 us: longer than the threads of an idle machine differ, and shorter than its scheduler's slices.
 _SPINS = 1000
@@ -69,46 +83,6 @@ def spread(work: Callable[..., None]) -> Callable[..., int]:
         return base + num_pieces + num_threads
 
     return run
-
-
-# The places of `AdaptedLayer`, in its order.
-QKV, OUTPUT, GATE_UP, DOWN = range(4)
-_PLACES, _FIELDS = 4, 3
-
-
-@inner
-def _place(here: Here, run: Any, place: int) -> Any:
-    """Rank, and the addresses of both matrices; the rank is 0 where the adapter has nothing."""
-    return at(ints(run.places), (here.layer.index * _PLACES + place) * _FIELDS)
-
-
-@noinline
-def shrink(here: Here, index: int, place: int, x: int, in_size: int) -> None:
-    """An adapter's first matrix times the rows of its tokens in what lies at the address x."""
-    job, run = here.job, run_at(here.runs, index)
-    fields = _place(here, run, place)
-    rank = fields[0]
-    if rank:
-        source = at(floats(x), run.token * in_size)
-        target = at(floats(job.shrunk), run.token * job.shrunk_stride)
-        dots(floats(fields[1]), in_size, rank, source, in_size, run.num_tokens, in_size, target, job.shrunk_stride)
-
-
-@noinline
-def expand(here: Here, place: int, y: int, out_size: int, first: int, count: int) -> None:
-    """Add to y[:, first : first + count] what the adapters' second matrices make of that."""
-    job = here.job
-    for index in range(job.num_runs):
-        run = run_at(here.runs, index)
-        fields = _place(here, run, place)
-        rank = fields[0]
-        if rank:
-            shrunk = at(floats(job.shrunk), run.token * job.shrunk_stride)
-            added = floats(here.scratch)
-            matrix = at(floats(fields[2]), first * rank)
-            dots(matrix, rank, count, shrunk, job.shrunk_stride, run.num_tokens, rank, added, count)
-            for t in range(run.num_tokens):
-                row_ops.add(at(added, t * count), floats(y + 4 * ((run.token + t) * out_size + first)), count)
 
 
 _ONE = np.float32(1)
@@ -204,18 +178,17 @@ def hidden_norm(here: Here, output: int) -> None:
 
 
 @inner
-def _piece_rows(job: Any, kind: int, num_rows: int, row_size: int) -> Any:
+def _piece_rows(job: Any, num_rows: int, row_size: int) -> Any:
     """Rows of a matrix that a thread takes at a time: enough for one stream of memory to get going, few enough to stay
     in a core's own cache while all tokens pass, and as many pieces for every thread: three or more. Whole panels."""
-    step = LANES if kind else 4
-    most = max(step, min(MOST_ROWS, _CACHED_FLOATS // row_size))
+    most = max(LANES, min(MOST_ROWS, _CACHED_FLOATS // row_size))
     turns = max(3, -(-num_rows // (most * job.num_threads)))
-    return (num_rows // (turns * job.num_threads) + step) // step * step
+    return (num_rows // (turns * job.num_threads) + LANES) // LANES * LANES
 
 
 @inner
-def num_pieces(job: Any, kind: int, num_rows: int, row_size: int) -> Any:
-    piece_rows = _piece_rows(job, kind, num_rows, row_size)
+def num_pieces(job: Any, num_rows: int, row_size: int) -> Any:
+    piece_rows = _piece_rows(job, num_rows, row_size)
     return (num_rows + piece_rows - 1) // piece_rows
 
 
@@ -259,7 +232,7 @@ def shrink_qkv(here: Here, run: int) -> None:
 def qkv(here: Here, piece: int) -> None:
     job, layer = here.job, here.layer
     out_size = (job.num_heads + 2 * job.num_kv_heads) * job.head_dim
-    piece_rows = _piece_rows(job, layer.qkv_kind, out_size, job.hidden_size)
+    piece_rows = _piece_rows(job, out_size, job.hidden_size)
     first = piece * piece_rows
     count = min(piece_rows, out_size - first)
     num_tokens, num_inputs = job.num_tokens, job.num_tokens * (2 if layer.qkv_kind else 1)
@@ -361,7 +334,7 @@ def shrink_output(here: Here, run: int) -> None:
 def output(here: Here, piece: int) -> None:
     job, layer = here.job, here.layer
     in_size, size = job.num_heads * job.head_dim, job.hidden_size
-    piece_rows = _piece_rows(job, layer.output_kind, size, in_size)
+    piece_rows = _piece_rows(job, size, in_size)
     first = piece * piece_rows
     count = min(piece_rows, size - first)
     _linear(here, layer.output_kind, layer.output, job.attended, job.y, job.num_tokens, in_size, size, first, count)
@@ -380,7 +353,7 @@ def gate_up(here: Here, piece: int) -> None:
     """Rows of the gate and the same ones of up, so that one thread has both."""
     job, layer = here.job, here.layer
     size = job.intermediate_size
-    piece_rows = _piece_rows(job, layer.gate_up_kind, size, job.hidden_size)
+    piece_rows = _piece_rows(job, size, job.hidden_size)
     first = piece * piece_rows
     count = min(piece_rows, size - first)
     weight, kind, num_tokens = layer.gate_up, layer.gate_up_kind, job.num_tokens
@@ -401,7 +374,7 @@ def shrink_down(here: Here, run: int) -> None:
 @spread
 def down(here: Here, piece: int) -> None:
     job, layer = here.job, here.layer
-    piece_rows = _piece_rows(job, layer.down_kind, job.hidden_size, job.intermediate_size)
+    piece_rows = _piece_rows(job, job.hidden_size, job.intermediate_size)
     first = piece * piece_rows
     count = min(piece_rows, job.hidden_size - first)
     in_size, size = job.intermediate_size, job.hidden_size
@@ -413,7 +386,7 @@ def down(here: Here, piece: int) -> None:
 @spread
 def head(here: Here, piece: int) -> None:
     job = here.job
-    piece_rows = _piece_rows(job, job.head_kind, job.vocab_size, job.hidden_size)
+    piece_rows = _piece_rows(job, job.vocab_size, job.hidden_size)
     first = piece * piece_rows
     count = min(piece_rows, job.vocab_size - first)
     kind, num_outputs, size = job.head_kind, job.num_outputs, job.vocab_size

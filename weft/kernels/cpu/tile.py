@@ -10,9 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.kernels.cpu.emit import FLOAT, INDEX, LINE, VECTOR, join, load, loop, multiply_add, prefetch, store
+from weft.kernels.cpu.emit import (
+    FLOAT,
+    INDEX,
+    LINE,
+    VECTOR,
+    join,
+    load,
+    load_halves,
+    loop,
+    multiply_add,
+    prefetch,
+    store,
+)
 from weft.kernels.cpu.jit import export, intrinsic, ir, types
-from weft.kernels.cpu.raw_memory import FLOATS, Floats, at
+from weft.kernels.cpu.raw_memory import BYTES, FLOATS, Bytes, Floats, at
 
 
 def _pair_sums(builder: Any, a: Any, b: Any, width: int) -> Any:
@@ -34,14 +46,20 @@ def _sums_of(builder: Any, vectors: list[Any]) -> Any:
     return sums
 
 
-def _tile(num_rows: int, num_others: int, ahead: int = 0) -> Callable[..., Any]:
-    """out[j * out_stride + i] = the dot product of row i with other j, over `size` elements.
+def _tile(num_rows: int, num_others: int, ahead: int = 0, *, of_halves: bool = False) -> Callable[..., Any]:
+    """out[j * out_stride + i] = the dot product of row i with other j, over `size` elements. The rows may be of halves.
 
     `ahead` is for rows that come from memory, one after the other: how many floats further on to ask for them. The
     processor foresees four rows at once poorly: 12 GB/s a core, and 18 for one row at a time with requests ahead.
     """
     # Vectors taken from each row in a turn, so that turns with a request ahead take whole cache lines.
-    unroll = max(1, LINE // (num_rows * VECTOR.count)) if ahead else 1
+    line = 2 * LINE if of_halves else LINE
+    unroll = max(1, line // (num_rows * VECTOR.count)) if ahead else 1
+
+    def of_row(builder: Any, count: int, pointer: Any, index: Any) -> Any:
+        if of_halves:
+            return load_halves(builder, count, pointer, index)
+        return load(builder, VECTOR if count > 1 else FLOAT, pointer, index)
 
     @intrinsic
     def tile(
@@ -49,18 +67,20 @@ def _tile(num_rows: int, num_others: int, ahead: int = 0) -> Callable[..., Any]:
     ) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             rows, row_stride, others, other_stride, size, out, out_stride = args
+            if of_halves:
+                rows = builder.bitcast(rows, ir.IntType(16).as_pointer())
             lefts = [builder.gep(rows, [builder.mul(row_stride, INDEX(i))]) for i in range(num_rows)]
             rights = [builder.gep(others, [builder.mul(other_stride, INDEX(j))]) for j in range(num_others)]
 
             def accumulate(index: Any, sums: list[Any]) -> list[Any]:
-                left = [load(builder, VECTOR, pointer, index) for pointer in lefts]
+                left = [of_row(builder, width, pointer, index) for pointer in lefts]
                 right = [load(builder, VECTOR, pointer, index) for pointer in rights]
                 pairs = [(left[i], right[j]) for j in range(num_others) for i in range(num_rows)]
                 return [multiply_add(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
             def turn(index: Any, sums: list[Any]) -> list[Any]:
-                for line in range(0, num_rows * unroll * width if ahead else 0, LINE):
-                    there = builder.add(builder.mul(index, INDEX(num_rows)), INDEX(ahead + line))
+                for begin in range(0, num_rows * unroll * width if ahead else 0, line):
+                    there = builder.add(builder.mul(index, INDEX(num_rows)), INDEX(ahead + begin))
                     prefetch(builder, builder.gep(rows, [there]))
                 for vector in range(unroll):
                     sums = accumulate(builder.add(index, INDEX(vector * width)), sums)
@@ -68,7 +88,7 @@ def _tile(num_rows: int, num_others: int, ahead: int = 0) -> Callable[..., Any]:
 
             def accumulate_last(index: Any, columns: list[Any]) -> list[Any]:
                 """One element of each row, where vectors have been summed: a column for each other."""
-                left = join(builder, [load(builder, FLOAT, pointer, index) for pointer in lefts])
+                left = join(builder, [of_row(builder, 1, pointer, index) for pointer in lefts])
                 right = [join(builder, [load(builder, FLOAT, pointer, index)] * num_rows) for pointer in rights]
                 return [multiply_add(builder, left, *pair) for pair in zip(right, columns, strict=True)]
 
@@ -86,7 +106,8 @@ def _tile(num_rows: int, num_others: int, ahead: int = 0) -> Callable[..., Any]:
             return context.get_dummy_value()
 
         stride = types.int64
-        return types.void(FLOATS, stride, FLOATS, stride, types.int64, FLOATS, stride), emit
+        rows_kind = BYTES if of_halves else FLOATS
+        return types.void(rows_kind, stride, FLOATS, stride, types.int64, FLOATS, stride), emit
 
     return tile
 
@@ -96,6 +117,9 @@ _tile_4x4, _tile_4x3, _tile_4x2, _tile_4x1 = (_tile(4, count) for count in (4, 3
 _tile_1x4, _tile_1x3, _tile_1x2, _tile_1x1 = (_tile(1, count) for count in (4, 3, 2, 1))
 _stream_4x4, _stream_4x3 = (_tile(4, count, ahead=4096) for count in (4, 3))
 _stream_1x2, _stream_1x1 = (_tile(1, count, ahead=512) for count in (2, 1))
+_halves_4x4, _halves_4x3, _halves_4x2, _halves_4x1 = (
+    _tile(4, count, ahead=4096, of_halves=True) for count in (4, 3, 2, 1)
+)
 
 
 @export(types.void(FLOATS, _INT, _INT, FLOATS, _INT, _INT, _INT, FLOATS, _INT))
@@ -172,3 +196,23 @@ def stream_dots(
         at(out, first * out_stride),
         out_stride,
     )
+
+
+@export(types.void(BYTES, _INT, FLOATS, _INT, _INT, FLOATS, _INT))
+def half_dots(
+    rows: Bytes, num_rows: int, others: Floats, num_others: int, size: int, out: Floats, out_stride: int
+) -> None:
+    """As `stream_dots`, for rows of halves. Their number is a multiple of four."""
+    for i in range(0, num_rows, 4):
+        left = at(rows, 2 * i * size)
+        for j in range(0, num_others, 4):
+            right, column = at(others, j * size), at(out, j * out_stride + i)
+            count = min(4, num_others - j)
+            if count == 4:
+                _halves_4x4(left, size, right, size, size, column, out_stride)
+            elif count == 3:
+                _halves_4x3(left, size, right, size, size, column, out_stride)
+            elif count == 2:
+                _halves_4x2(left, size, right, size, size, column, out_stride)
+            else:
+                _halves_4x1(left, size, right, size, size, column, out_stride)

@@ -99,7 +99,7 @@ class GrammarWriter:
         try:
             return "%json " + json.dumps({**schema, "x-guidance": self._json_style}, allow_nan=False)
         except (RecursionError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"The schema is no JSON: {error}.", param=param) from error
+            raise InvalidRequest(f"The schema is not valid JSON: {error}.", param=param) from error
 
     def _tool_calls(self, spec: ToolCallsSpec) -> list[str]:
         if not spec.tools:
@@ -158,7 +158,7 @@ def _parameters(tool: ToolSpec, param: str) -> Mapping[str, Any]:
     if tool.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if tool.parameters.get("type", "object") != "object":
-        raise InvalidRequest(f"The parameters of the tool {tool.name!r} are no object.", param=param)
+        raise InvalidRequest(f"The parameters of the tool {tool.name!r} are not an object.", param=param)
     return {"type": "object", **tool.parameters}
 
 
@@ -171,7 +171,7 @@ def _from_gbnf(text: str, param: str) -> str:
     try:
         lark: str = gbnf_to_lark(text)
     except Exception as error:  # It raises Exception itself, and others where a grammar ends too early.
-        raise InvalidRequest(f"The grammar is no GBNF: {shortened(str(error))}.", param=param) from error
+        raise InvalidRequest(f"The grammar is not valid GBNF: {shortened(str(error))}.", param=param) from error
     return lark.removeprefix("%llguidance {}").lstrip()
 
 
