@@ -1,4 +1,4 @@
-"""Measures, step by step, how long a new user waits for the first token: python tools/first_token.py [--runs N] [--commit C].
+"""Measures, step by step, how long a new user waits for the first token: python tools/first_token.py.
 
 Two ways: from a clone (`git clone`, `make` what `make serve` needs, `weft serve`, one chat), and from the wheel (a
 virtual environment, `pip install`, `weft generate`). Everything is made in a temporary folder: caches of models and
