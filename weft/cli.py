@@ -55,6 +55,7 @@ def main() -> None:
 
 CHOOSE_ENGINE = (
     "--engine", "--device", "--models-file", "--config", "--adapter", "--enable-lora", "--trust-remote-code", "--help",
+    "--replica", "--min-replicas", "--max-replicas",
 )  # fmt: skip
 """Flags with which other engines than the default one, or none, may be started."""
 
@@ -121,6 +122,29 @@ def serve(config: Config) -> None:
 
 
 app.registered_commands += chat_commands.app.registered_commands
+
+
+@app.command(epilog=EPILOG)
+@configured(*ENGINE_SECTIONS, "cluster", shown=(*LOCAL_FLAGS, "cluster_key_file"), positional_model=True)
+def replica(
+    config: Config,
+    host: Annotated[str, typer.Option(help="Address to listen on; edges must know --cluster-key-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 9400,
+) -> None:
+    """Serve one replica of a model to edges (`weft serve --replica-addresses`), which know its key.
+
+    weft replica smollm2 --host 10.0.0.7 --cluster-key-file cluster.key
+
+    SIGTERM lets its requests end, for 30 s at most, and takes no new ones.
+    """
+    from weft import logs
+    from weft.cluster.replica_link import read_key, tls_context
+    from weft.cluster.replica_server import run, run_replica
+
+    logs.set_up(config.server.log_level, form=config.server.log_format)
+    key, tls = read_key(config.cluster), tls_context(config.cluster, is_server=True)
+    code = run(run_replica(config, host, port, key=key, tls=tls, say=typer.echo))
+    raise typer.Exit(code)
 
 
 @app.command(epilog=EPILOG)

@@ -533,6 +533,44 @@ class ModelPoolOptions(Struct, frozen=True, forbid_unknown_fields=True):
     check_models: Annotated[bool, _doc("Find, fetch and check all models of the file, load none, and end.")] = False
 
 
+class ClusterOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Replicas of the model, on this machine or others."""
+
+    replicas: Annotated[
+        int, _doc("Replicas of the model that Ray starts and keeps; 0: none, the engine is on this machine.", ge=0)
+    ] = 0
+    min_replicas: Annotated[int, _doc("Replicas that are kept when there is nothing to do; 0: --replicas.", ge=0)] = 0
+    max_replicas: Annotated[int, _doc("Replicas that there may be under load; 0: --replicas.", ge=0)] = 0
+    replica_addresses: Annotated[
+        list[str],
+        _doc("The replicas to use, as in 10.0.0.7:9400 (`weft replica` starts one); may be repeated, or be a,b."),
+    ] = []
+    cluster_key_file: Annotated[
+        str, _doc("A file with the key that edges and replicas know each other by, 32 characters or more.")
+    ] = ""
+    cluster_tls_cert: Annotated[
+        str, _doc("This machine's certificate chain for TLS between edges and replicas, a PEM file; empty: no TLS.")
+    ] = ""
+    cluster_tls_key: Annotated[str, _doc("The private key of --cluster-tls-cert, a PEM file.")] = ""
+    cluster_tls_ca: Annotated[
+        str, _doc("A PEM file with the authority that the other side's certificate must be from.")
+    ] = ""
+    ray_address: Annotated[
+        str, _doc("The Ray cluster for --replicas, as in 10.0.0.1:6379; auto: this machine's; empty: a new one.")
+    ] = ""
+    cluster_name: Annotated[
+        str, _doc("The name under which edges of one cluster find the same replicas.", pattern=r"^[\w.-]{1,64}$")
+    ] = "weft"
+    replica_wait_s: Annotated[
+        float, _doc("Seconds that a request waits while there is no replica; then it is answered 503.", gt=0)
+    ] = 30.0
+
+    @property
+    def is_used(self) -> bool:
+        """True when a server's engines are replicas."""
+        return bool(self.replicas or self.min_replicas or self.max_replicas or self.replica_addresses)
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelOptions = ModelOptions()
     backend: BackendOptions = BackendOptions()
@@ -543,6 +581,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitOptions = LimitOptions()
     grpc: GrpcOptions = GrpcOptions()
     fleet: ModelPoolOptions = ModelPoolOptions()
+    cluster: ClusterOptions = ClusterOptions()
 
 
 LoadMode = Literal["check_only", "check_and_load", "async_load"]

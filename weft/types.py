@@ -599,6 +599,16 @@ class Output(Struct, frozen=True, kw_only=True):
     """The times of the answer, with the last output of an endpoint that took them."""
 
 
+class ReplicaStats(Struct, frozen=True, kw_only=True, array_like=True):
+    """The gauges of one of several replicas. Its state is connecting, ready, restarting or draining."""
+
+    state: str
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    restarts: int = 0
+
+
 class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     """Counters and gauges of one engine process, as of now."""
 
@@ -646,6 +656,10 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     """Bytes in use on the engine's device: of tensors on a GPU, of its processes on CPU; 0: unknown."""
     memory_reserved: int = 0
     """Bytes that the engine keeps of its device, those in use among them; 0: unknown."""
+    moved_requests: int = 0
+    """Requests that went on at another replica."""
+    replicas: dict[str, ReplicaStats] = {}
+    """The replicas by their ids, of an engine that has several; then all else is the sum over them."""
 
     def with_counters_of(self, past: EngineStats) -> EngineStats:
         """Counters go on from where they were; gauges are as of now."""
@@ -672,6 +686,7 @@ COUNTERS = (
     "encode_seconds",
     "denoise_seconds",
     "restarts",
+    "moved_requests",
 )
 """Fields of EngineStats that only rise. All others are gauges."""
 

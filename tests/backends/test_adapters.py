@@ -104,7 +104,7 @@ def test_an_adapter_of_another_model_is_refused(adapters: Adapters, folder: Path
         with pytest.raises(ModelError, match=told):
             adapters.checked(str(folder))
     file.write_bytes(b"nothing")
-    with pytest.raises(ModelError, match="no readable"):
+    with pytest.raises(ModelError, match="not a readable"):
         adapters.checked(str(folder))
 
 

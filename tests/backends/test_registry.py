@@ -48,6 +48,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
 def test_the_names_and_the_order_are_those_that_were_promised() -> None:
     assert set(BUILT_IN) == {
         "native", "cuda-vllm-async", "cuda-vllm", "cpu-vllm", "ascend-vllm", "cuda-trt", "ascend-mindie", "remote",
+        "replicas",
         "hybrid",
     }  # fmt: skip
     assert PREFERENCE["cuda"] == ("cuda-vllm-async", "cuda-vllm", "native")

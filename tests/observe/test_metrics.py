@@ -12,7 +12,7 @@ from tests.api.scripted_engine import ScriptedEngine, answer, next_turn
 from weft.api.app import build_app
 from weft.config import load
 from weft.errors import Overloaded
-from weft.observe.metrics import Histogram, Metrics, exposition
+from weft.observe.metrics import REPLICA_GAUGES, Histogram, Metrics, exposition
 from weft.types import FinishReason, MemoryLedger, Output
 
 CONTRACT = {
@@ -37,6 +37,8 @@ CONTRACT = {
     "weft_image_encode_seconds_total": "counter",
     "weft_image_denoise_seconds_total": "counter",
     "weft_engine_restarts_total": "counter",
+    "weft_requests_moved_total": "counter",
+    **{name: "gauge" for name, _, _ in REPLICA_GAUGES},
     "weft_num_requests_rejected_total": "counter",
     "weft_fields_without_effect_total": "counter",
     "weft_request_success_total": "counter",
@@ -55,6 +57,8 @@ WEFT_ALONE = {
     "weft_prepared",
     "weft_memory_bytes",
     "weft_engine_restarts_total",
+    "weft_requests_moved_total",
+    *(name for name, _, _ in REPLICA_GAUGES),
     "weft_num_requests_rejected_total",
     "weft_fields_without_effect_total",
 } | {name for name in CONTRACT if "image" in name or "denoise" in name or "embedding" in name}
@@ -82,6 +86,7 @@ def test_names_types_and_labels() -> None:
         for sample in family.samples:
             extra = {"le"} if sample.name.endswith("_bucket") else set()
             extra |= {"finished_reason"} if family.name.endswith("request_success") else set()
+            extra |= {"replica"} if family.name.startswith("weft_replica_") else set()
             extra |= {"kind"} if family.name == "weft_memory_bytes" else set()
             assert sample.labels.keys() == {"model_name"} | extra
             assert sample.labels["model_name"] == "m"

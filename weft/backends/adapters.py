@@ -50,7 +50,7 @@ class Adapters:
             raise ModelError(f"{name!r:.200} cannot be an adapter's name: letters, digits and . / : - _ alone.")
         if name in self._by_name or name == self._model_name:
             raise ModelError(f"There is a model {name!r} already.", hint="Give the adapter another name.")
-        adapter = self._by_name[name] = Adapter(name=name, number=next(self._numbers), path=str(folder))
+        adapter = self._by_name[name] = Adapter(name=name, number=self._number(folder), path=str(folder))
         return adapter
 
     def remove(self, name: str) -> None:
@@ -72,6 +72,9 @@ class Adapters:
         if name not in self._by_name:
             raise unknown_adapter(name, self)
         return self._by_name[name]
+
+    def _number(self, folder: Path) -> int:
+        return next(self._numbers)
 
     @cached_property
     def _geometry(self) -> Geometry | None:

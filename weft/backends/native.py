@@ -17,8 +17,9 @@ from weft.checkpoint.adapter_files import adapter_paths, allowed_adapter
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import text_assets
 from weft.engine.client import EngineClient
+from weft.engine.journal import Entry
 from weft.engine.process import LaunchedEngine, launch_engine
-from weft.engine.wire import Vocabulary
+from weft.engine.wire import PrefixDigests, ProcessControl, Vocabulary
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, WeftError
 from weft.hub.resolve import find_model
 from weft.machine.devices import accelerator
@@ -56,15 +57,19 @@ E = TypeVar("E", bound="NativeEngine")
 
 
 async def start_native(
-    config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = launch_engine
+    config: Config,
+    files: ModelFiles | None = None,
+    *,
+    launch: Callable[[], LaunchedEngine] = launch_engine,
+    on_digests: Callable[[PrefixDigests], None] | None = None,
 ) -> NativeEngine:
-    """Load a model, and return an engine that is ready to generate."""
+    """Load a model, and return an engine that is ready to generate. `on_digests` is told of its prefix cache."""
     refuse(config, files)
     if files is None:
         files = await asyncio.to_thread(find_model, config)
     if files.draft is not None:
         await asyncio.to_thread(check_vocabulary, files, files.draft)
-    return await open_engine(EngineClient(config, files, launch), NativeEngine)
+    return await open_engine(EngineClient(config, files, launch, on_digests=on_digests), NativeEngine)
 
 
 async def open_engine(client: EngineClient, make: Callable[[EngineClient, ModelText, Adapters], E]) -> E:
@@ -134,6 +139,30 @@ def check_vocabulary(files: ModelFiles, draft: ModelFiles) -> None:
         )
 
 
+class RequestClient(Protocol):
+    """The client of an engine process, or of several, as far as an engine needs it (`EngineClient`)."""
+
+    config: Config
+    state: str
+    model: ModelInfo
+    vocabulary: Vocabulary | None
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def submit(self, request: Request) -> Entry: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def check_capacity(self, tenant: str, num_tokens: int = 1) -> None: ...
+
+    async def control(self, message: ProcessControl) -> str: ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
+
+
 class OutputMaker(Protocol):
     """Makes outputs of what arrives for one request. After the output with `finish`, `ended` is true."""
 
@@ -171,7 +200,7 @@ class ImageOutputs:
 class NativeStream(Stream):
     """The outputs of one request, which is queued when this is made."""
 
-    def __init__(self, client: EngineClient, request: Request, reader: OutputMaker, chunk_size: ChunkSize) -> None:
+    def __init__(self, client: RequestClient, request: Request, reader: OutputMaker, chunk_size: ChunkSize) -> None:
         self._client = client
         self._reader = reader
         self._chunk_size = chunk_size
@@ -272,7 +301,7 @@ class NativeEngine:
     name = "native"
     abilities = Abilities()
 
-    def __init__(self, client: EngineClient, text: ModelText, adapters: Adapters) -> None:
+    def __init__(self, client: RequestClient, text: ModelText, adapters: Adapters) -> None:
         self.client = client
         self.text = text
         self.chunk_size = ChunkSize(client.config.backend.stream_chunk_size)

@@ -74,6 +74,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     """True when it is used through a server of its own, which --engine-url names."""
 
 
+REPLICAS = "replicas"
+
 BUILT_IN: dict[str, EngineSpec] = {
     spec.name: spec
     for spec in (
@@ -158,6 +160,13 @@ BUILT_IN: dict[str, EngineSpec] = {
             platform="any",
             about="Several in order, as in a,b: the next takes over where one does not start, or dies.",
         ),
+        EngineSpec(
+            name=REPLICAS,
+            start="weft.cluster.replicated_engine:start_replicated",
+            platform="any",
+            about="Replicas of Weft's own engine, on any machines (--replica-addresses, or --replicas on Ray).",
+            takes_adapters=True,
+        ),
     )
 }
 
@@ -223,6 +232,12 @@ def engines_in_order(names: str, device: str = "auto") -> tuple[EngineSpec, ...]
     return tuple(chosen)
 
 
+def configured_engines(config: Config) -> tuple[EngineSpec, ...]:
+    """Return the engines of a configuration, in order: with replicas, auto stands for these."""
+    chosen = REPLICAS if config.cluster.is_used and config.backend.engine == "auto" else config.backend.engine
+    return engines_in_order(chosen, config.model.device)
+
+
 def _meant(name: str, place: Accelerator) -> tuple[str, ...]:
     """Return the names of the engines that a name stands for on a machine; a registered engine is what it is called."""
     if name in ORDERED_LIST:
@@ -236,6 +251,8 @@ def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
     """Return why this engine need not even be tried here; empty: it may well start. It takes no time."""
     if config is not None and spec.needs_url and not config.backend.engine_url:
         return "it needs --engine-url"
+    if config is not None and spec.name == REPLICAS and not config.cluster.is_used:
+        return "it needs --replica-addresses or --replicas"
     if config is not None and config.model.wants_adapters and not spec.takes_adapters:
         return "it takes no LoRA adapters"
     if config is not None and config.backend.trust_remote_code and not spec.runs_model_code:
@@ -251,7 +268,7 @@ def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
 def expect_engine(config: Config) -> None:
     """Let the process that Weft's own engine is forked from, where that is the engine, import torch while this one
     imports other things."""
-    specs = engines_in_order(config.backend.engine, config.model.device)
+    specs = configured_engines(config)
     if next((spec.name for spec in specs if not obstacle(spec, config)), "") == "native":
         from weft.engine.process import expect_launch
 

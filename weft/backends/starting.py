@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from msgspec.structs import replace
 
 from weft.backends.contract import Engine
-from weft.backends.registry import EngineSpec, Refuse, engines_in_order, obstacle
+from weft.backends.registry import EngineSpec, Refuse, configured_engines, obstacle
 from weft.backends.safe_loading import Start
 from weft.config import differences
 from weft.errors import ConfigError, OutOfMemory, Unavailable
@@ -125,7 +125,7 @@ HELD_HERE = {
 def chosen_engines(config: Config) -> tuple[EngineSpec, ...]:
     """Return the engines of a configuration, in order. Raises ConfigError for a setting that none can honour: where
     one of several holds the model here, it is for that one."""
-    specs = engines_in_order(config.backend.engine, config.model.device)
+    specs = configured_engines(config)
     if config.backend.engine_url and not any(spec.needs_url for spec in specs):
         raise ConfigError(
             f"--engine-url is set, and the engine {', '.join(spec.name for spec in specs)} takes no URL.",

@@ -237,6 +237,10 @@ class EngineClient:
         return len(self._journal)
 
     @property
+    def waiting(self) -> Waiting:
+        return self._journal.waiting
+
+    @property
     def is_alive(self) -> bool:
         """True while heartbeats come."""
         return self._connection is not None and self._connection.heartbeats_missed < LATE_HEARTBEATS

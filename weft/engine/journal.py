@@ -67,7 +67,7 @@ class Entry:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.delivered: list[int] = []
+        self.delivered = list(request.output_token_ids)
         self.denoised = 0
         """Denoise steps that the user has been told of."""
         self.checkpoint: LatentCheckpoint | None = None
@@ -231,6 +231,18 @@ class Journal:
         for entry in self._entries.values():
             self._count(entry)
         return guilty
+
+    def queue(self, entry: Entry) -> None:
+        """Note that a held request was sent to an engine of several."""
+        self._move(entry, Place.QUEUED)
+
+    def take_back(self, entry: Entry, *, is_evidence: bool = False) -> None:
+        """Hold a request again that an engine of several does not have any more. `is_evidence`: it may have caused
+        that, unless it has brought anything there."""
+        self._discount(entry)
+        entry.deaths += is_evidence and entry.place is not Place.PROVEN
+        entry.place = Place.HELD
+        self._count(entry)
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         for entry in list(self._entries.values()):

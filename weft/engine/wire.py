@@ -171,13 +171,13 @@ class BrokenFrame(Exception):
     """The other side sent something that is no message."""
 
 
-def frame(message: ToEngine | FromEngine) -> bytes:
+def frame(message: Struct) -> bytes:
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
-def write_frame(transport: asyncio.WriteTransport, message: ToEngine) -> None:
-    """Write a message to an engine. A large one, which has tensors, is not copied once more to stand behind its
+def write_frame(transport: asyncio.WriteTransport, message: Struct) -> None:
+    """Write a message. A large one, which has tensors, is not copied once more to stand behind its
     length."""
     body = _encoder.encode(message)
     if len(body) < LARGE_BYTES:
@@ -195,7 +195,7 @@ def receive(sock: socket.socket) -> ToEngine | None:
     body = _receive_exactly(sock, _length(head))
     if body is None:
         return None
-    return _decoded(_to_engine, body)
+    return decoded(_to_engine, body)
 
 
 def receive_from_rank(sock: socket.socket) -> FromEngine | None:
@@ -213,25 +213,24 @@ async def receive_from(reader: asyncio.StreamReader) -> ToEngine | None:
         body = await reader.readexactly(_length(head))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    return _decoded(_to_engine, body)
+    return decoded(_to_engine, body)
 
 
-class Inbox(asyncio.Protocol):
-    """The api process's side of the socket: the messages of the engine, for one reader."""
+class FrameReader(asyncio.Protocol):
+    """The receiving end of a socket on an event loop: the bodies of frames, for one reader."""
 
     def __init__(self) -> None:
         self._received = bytearray()
         self._ended = False
         self._arrival: asyncio.Future[None] | None = None
 
-    async def read(self) -> FromEngine | None:
-        """Wait for the next message; None when the engine is gone."""
+    async def body(self) -> bytes | None:
+        """Wait for the next frame, and return its body; None when the other side is gone."""
         while (body := self._next_body()) is None:
             if self._ended:
                 return None
-            self._arrival = asyncio.get_running_loop().create_future()
-            await self._arrival
-        return _decoded(_from_engine, body)
+            await self._more()
+        return body
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -240,6 +239,10 @@ class Inbox(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = True
         self._ring()
+
+    async def _more(self) -> None:
+        self._arrival = asyncio.get_running_loop().create_future()
+        await self._arrival
 
     def _ring(self) -> None:
         if self._arrival is not None and not self._arrival.done():
@@ -257,6 +260,15 @@ class Inbox(asyncio.Protocol):
         return body
 
 
+class Inbox(FrameReader):
+    """The api process's side of the socket: the messages of the engine."""
+
+    async def read(self) -> FromEngine | None:
+        """Wait for the next message; None when the engine is gone."""
+        body = await self.body()
+        return None if body is None else decoded(_from_engine, body)
+
+
 def _length(head: bytes | bytearray) -> int:
     length: int = _LENGTH.unpack(head)[0]
     if length > MAX_FRAME_BYTES:
@@ -264,7 +276,8 @@ def _length(head: bytes | bytearray) -> int:
     return length
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
+def decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
+    """Return the message of a frame's body. Raises BrokenFrame."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from weft.types import EngineStats, FinishReason, ModelInfo
+from weft.types import EngineStats, FinishReason, ModelInfo, ReplicaStats
 
 
 class Histogram:
@@ -93,6 +93,14 @@ GAUGES: tuple[tuple[str, str, StatReader], ...] = (
     ),
 )
 
+REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaStats], float]], ...] = (
+    ("weft_replica_ready", "1 while the replica takes requests.", lambda own: own.state == "ready"),
+    ("weft_replica_requests_running", "Requests in the replica's steps.", lambda own: own.running),
+    ("weft_replica_requests_waiting", "Requests that wait at the replica.", lambda own: own.waiting),
+    ("weft_replica_kv_cache_usage_perc", "The used part of its KV cache, from 0 to 1.", lambda own: own.kv_usage),
+    ("weft_replica_engine_restarts", "Times that its engine was replaced.", lambda own: own.restarts),
+)
+
 LEDGER_KINDS = ("weights", "kv", "activations", "graphs", "others", "total")
 
 COUNTERS: tuple[tuple[str, str, StatReader], ...] = (
@@ -116,6 +124,8 @@ WEFT_ALONE = frozenset(
     {
         "weft_prepared",
         "weft_engine_restarts",
+        "weft_requests_moved",
+        *(name for name, _, _ in REPLICA_GAUGES),
         "weft_num_requests_rejected",
         "weft_fields_without_effect",
         "weft_images",
@@ -189,6 +199,8 @@ class Metrics(Collector):
             yield self._counter(name, doc, read(stats))
         yield self._counter("weft_engine_restarts", "Times the engine process was replaced.", stats.restarts)
         yield self._counter("weft_num_requests_rejected", "Requests answered 429.", self._rejected)
+        yield self._counter("weft_requests_moved", "Requests that went on at another replica.", stats.moved_requests)
+        yield from self._replicas(stats)
         yield self._fields_without_effect()
         yield self._finished_by_reason()
         for name, doc, histogram in self._histograms():
@@ -226,6 +238,14 @@ class Metrics(Collector):
         counter = CounterMetricFamily(name, doc, labels=["model_name"])
         counter.add_metric([self._model_name], value)
         return counter
+
+    def _replicas(self, stats: EngineStats) -> Iterator[Metric]:
+        """Return the gauges of every replica, where there are several; those of one engine are without a label."""
+        for name, doc, read in REPLICA_GAUGES:
+            gauge = GaugeMetricFamily(name, doc, labels=["model_name", "replica"])
+            for replica, own in stats.replicas.items():
+                gauge.add_metric([self._model_name, replica], read(own))
+            yield gauge
 
     def _fields_without_effect(self) -> Metric:
         counter = CounterMetricFamily(

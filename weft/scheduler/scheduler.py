@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from itertools import takewhile
 from operator import attrgetter
+from typing import Any
 
 from weft.plan import Limits, PromptLogprobs, Row, RowAdmission, Sampled, StepPlan, StepResult
 from weft.scheduler import policy
@@ -57,7 +58,7 @@ class Scheduler:
         self._next_step_id = 0
         self._clock = clock
         self._num_arrived = 0
-        self._counts = dict.fromkeys(
+        self._counts: dict[str, Any] = dict.fromkeys(
             (
                 *("prompt_tokens", "computed_tokens", "generation_tokens", "prefix_queries", "prefix_hits"),
                 *("decode_tokens", "prefill_tokens", "encode_tokens", "denoise_tokens"),

@@ -1,0 +1,170 @@
+"""The pool of replicas at an edge: what it holds against a request, and what a table's change does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.cluster.test_link import KEY, Served, on_a_loop, request, served
+from tests.engine.test_client import FILES
+from tests.waiting import PATIENCE, until
+from weft.cluster.membership import ReplicaAddress, ReplicaState, ReplicaTable
+from weft.cluster.replicated_engine import ReplicaPool
+from weft.engine.wire import StepOutput
+from weft.options import Config, EngineOptions
+from weft.types import EngineStats, Event, FinishReason
+
+
+class Told:
+    """A membership whose tables a test writes. It fails where the test says so."""
+
+    def __init__(self) -> None:
+        self._tables: asyncio.Queue[ReplicaTable | None] = asyncio.Queue()
+        self._version = 0
+
+    def tell(self, *replicas: tuple[Served, ReplicaState]) -> None:
+        self._version += 1
+        addresses = [
+            ReplicaAddress(str(one.server.port), "127.0.0.1", one.server.port, state=state) for one, state in replicas
+        ]
+        self._tables.put_nowait(ReplicaTable(self._version, tuple(addresses)))
+
+    def fail(self) -> None:
+        self._tables.put_nowait(None)
+
+    async def tables(self) -> AsyncIterator[ReplicaTable]:
+        while (table := await self._tables.get()) is not None:
+            yield table
+        raise ConnectionError("the membership is gone")
+
+    async def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def pool_of(told: Told) -> AsyncIterator[ReplicaPool]:
+    pool = ReplicaPool(Config(engine=EngineOptions(heartbeat_timeout_s=PATIENCE)), FILES, told, KEY)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+def cut(replica: Served) -> None:
+    """Close the connections of a replica, as its death does."""
+    for edge in replica.server._edges:
+        edge.link.abort()
+
+
+async def hand_out(replica: Served, tokens: dict[str, int]) -> None:
+    """Let the engine give tokens to the requests whose ids end so."""
+    events = [
+        Event(request_id=name, token_ids=[token], cached_tokens=0)
+        for name in replica.server.client._journal._entries
+        for suffix, token in tokens.items()
+        if name.endswith(suffix)
+    ]
+    await asyncio.to_thread(replica.engine.send, StepOutput({}, events, EngineStats()))
+
+
+@on_a_loop
+async def test_a_request_that_three_replicas_are_lost_with_is_refused_alone() -> None:
+    told = Told()
+    async with served() as replica:
+        told.tell((replica, "ready"))
+        async with pool_of(told) as pool:
+            poison, other = pool.submit(request("poison")), pool.submit(request("other"))
+            for life in (1, 2):
+                ids = {(await replica.submitted()).request_id.partition(".")[2] for _ in range(2)}
+                assert ids == {"poison", "other"}
+                await hand_out(replica, {"other": life})
+                await until(lambda n=life: len(other.delivered) == n)
+                cut(replica)
+                await until(lambda n=life: poison.deaths == n)
+            # Now the suspect is on trial. The other one was proven every time, and is none.
+            assert {(await replica.submitted()).request_id.partition(".")[2] for _ in range(2)} == {"poison", "other"}
+            cut(replica)
+            await until(lambda: not poison.is_open)
+            (last,) = poison.take()
+            assert isinstance(last, Event) and last.finish is FinishReason.ERROR and "3 replicas" in last.error
+            assert other.is_open
+
+
+@on_a_loop
+async def test_what_a_table_takes_away_is_no_evidence() -> None:
+    told = Told()
+    async with served() as one, served() as two:
+        told.tell((one, "ready"))
+        async with pool_of(told) as pool:
+            entry = pool.submit(request("a"))
+            await one.submitted()
+            for here, there in ((one, two), (two, one)) * 3:
+                told.tell((here, "dead"), (there, "ready"))
+                assert (await there.submitted()).request_id.endswith("a")
+                await until(lambda left=here: left.server.num_edges == 0, "the edge's leaving")
+            assert entry.is_open and entry.deaths == 0
+
+
+@on_a_loop
+async def test_a_draining_replica_keeps_its_requests_and_gets_no_new_ones() -> None:
+    told = Told()
+    async with served() as one, served() as two:
+        told.tell((one, "ready"))
+        async with pool_of(told) as pool:
+            old = pool.submit(request("old"))
+            await one.submitted()
+            told.tell((one, "draining"), (two, "ready"))
+            await until(lambda: len(pool.ready_ids) == 1 and pool.ready_ids != [str(one.server.port)])
+            for number in range(8):
+                pool.submit(request(f"new-{number}"))
+                assert (await two.submitted()).request_id.endswith(f"new-{number}")
+            await hand_out(one, {"old": 5})
+            await until(lambda: old.delivered == [5])
+            assert one.engine.inbox.empty()
+
+
+@on_a_loop
+async def test_a_replica_that_drains_by_itself_gets_no_new_ones() -> None:
+    told = Told()
+    async with served() as one, served() as two:
+        told.tell((one, "ready"), (two, "ready"))
+        async with pool_of(told) as pool:
+            await until(lambda: len(pool.ready_ids) == 2)
+            one.server.drain()
+            # Whether or not the edge knows yet: what is not taken goes elsewhere.
+            for number in range(4):
+                pool.submit(request(f"new-{number}"))
+            ids = {(await two.submitted()).request_id.partition(".")[2] for _ in range(4)}
+            assert ids == {f"new-{number}" for number in range(4)}
+
+
+@on_a_loop
+async def test_without_a_membership_the_last_table_holds() -> None:
+    told = Told()
+    async with served() as one:
+        told.tell((one, "ready"))
+        async with pool_of(told) as pool:
+            told.fail()
+            entry = pool.submit(request("a"))
+            await one.submitted()
+            cut(one)
+            assert (await one.submitted()).request_id.endswith("a")
+            assert entry.is_open
+
+
+@on_a_loop
+async def test_siblings_go_where_their_leader_is() -> None:
+    told = Told()
+    async with served() as one, served() as two:
+        told.tell((one, "ready"), (two, "ready"))
+        async with pool_of(told) as pool:
+            await until(lambda: len(pool.ready_ids) == 2)
+            for number in range(6):
+                pool.submit(request(f"leader-{number}"))
+                pool.submit(request(f"sibling-{number}", sibling_of=f"leader-{number}"))
+            await until(lambda: one.server.num_open + two.server.num_open == 12)
+            where = [{name.partition(".")[2] for name in each.server.client._journal._entries} for each in (one, two)]
+            for number in range(6):
+                assert any({f"leader-{number}", f"sibling-{number}"} <= names for names in where)
