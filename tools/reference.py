@@ -26,6 +26,7 @@ LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 FENCE = re.compile(r"^```(\w*) needs=([\w,]+)$", re.MULTILINE)
 NEEDS = {
     "gpu": "an NVIDIA GPU",
+    "gpus": "several NVIDIA GPUs",
     "docker": "Docker",
     "ray": "Ray",
     "kubernetes": "a Kubernetes cluster",

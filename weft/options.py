@@ -120,7 +120,10 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
             "others; empty: as the model says."
         ),
     ] = ""
-    tensor_parallel_size: Annotated[int, _doc("GPUs that hold the model together; for vLLM.", ge=1)] = 1
+    tensor_parallel_size: Annotated[
+        int,
+        _doc("Ranks that hold the model together, each with a GPU, or all on the CPU; for native and vLLM.", ge=1),
+    ] = 1
     trust_remote_code: Annotated[
         bool, _doc("Let vLLM run the code that comes with the model. Only for models that you have read.")
     ] = False

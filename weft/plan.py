@@ -116,13 +116,13 @@ class RowAdmission(Struct, frozen=True):
     """Rows that the client sent in the place of token ids."""
 
 
-class PromptLogprobs(Struct, frozen=True):
+class PromptLogprobs(Struct, frozen=True, tag=True):
     """The row returns the log probabilities of the prompt tokens that follow its tokens, and of the likeliest ones."""
 
     num_top: int
 
 
-class Pooled(Struct, frozen=True):
+class Pooled(Struct, frozen=True, tag=True):
     """The row returns its prompt's hidden states, pooled into one vector of length one."""
 
     pooling: Pooling
@@ -131,7 +131,7 @@ class Pooled(Struct, frozen=True):
     """True when these are the prompt's last tokens: the vector is returned."""
 
 
-class KeptHiddenStates(Struct, frozen=True):
+class KeptHiddenStates(Struct, frozen=True, tag=True):
     """The worker keeps the hidden states of the row's tokens as the prompt embeds of images."""
 
     slot: int

@@ -106,7 +106,7 @@ def test_a_check_finds_what_would_keep_a_model_from_being_loaded(
     checked = asyncio.run(roster(tmp_path, models, image_model="none").check())
     for model, fault in zip(
         checked,
-        ("", "--quantization cannot be awq", "--tensor-parallel-size cannot be 4", "empty", "--threads", "No server"),
+        ("", "--quantization cannot be awq", "--tensor-parallel-size 4: the", "empty", "--threads", "No server"),
         strict=True,
     ):
         assert fault in model.fault and bool(fault) == bool(model.fault), model

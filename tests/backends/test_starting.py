@@ -147,8 +147,8 @@ def test_an_engine_that_was_named_alone_is_that_one_or_none(caplog: pytest.LogCa
 def test_the_native_engine_refuses_what_only_others_can(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="--quantization cannot be awq"):
         start("native", model=str(tiny_model), quantization="awq", image_model="none")
-    with pytest.raises(ConfigError, match="--tensor-parallel-size cannot be 2"):
-        start("native", model=str(tiny_model), tensor_parallel_size=2, image_model="none")
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 4: the model has 6 heads"):
+        start("native", model=str(tiny_model), tensor_parallel_size=4, image_model="none")
 
 
 def test_a_draft_model_with_other_tokens_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:

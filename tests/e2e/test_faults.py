@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.server import Server
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.processes import descendants
 from tests.waiting import PATIENCE, wait_until
 from weft.checkpoint.model_files import ModelFiles
 
@@ -73,6 +74,26 @@ def test_streams_survive_the_death_of_the_engine(locked: Server) -> None:
             assert locked.metric("weft_engine_restarts_total") == restarts + 1
 
     asyncio.run(scenario())
+
+
+def test_streams_survive_the_death_of_a_rank(long_model: Path) -> None:
+    """One of two processes that hold the model together: the engine ends with it, and is replaced whole."""
+    bodies = [chat("the sea", 300, model=NAME), chat("owls", 300, model=NAME, temperature=1, seed=6)]
+
+    async def scenario(server: TinyServer) -> None:
+        async with connect(server) as client:
+            undisturbed = [await stream(client, body) for body in bodies]
+            before = server.metric("weft_generation_tokens_total")
+            streams = [asyncio.create_task(stream(client, body)) for body in bodies]
+            await until(lambda: server.metric("weft_generation_tokens_total") > before + 60)
+            [rank] = descendants(server.engine_pid())
+            os.kill(rank, signal.SIGKILL)
+            assert await asyncio.gather(*streams) == undisturbed
+            await asyncio.to_thread(server.wait_until_ready)
+            assert server.metric("weft_engine_restarts_total") == 1
+
+    with TinyServer(long_model, "--image-model", "none", "--tensor-parallel-size", "2") as server:
+        asyncio.run(scenario(server))
 
 
 def test_forty_chats_at_once_are_each_their_solo_run(locked: Server) -> None:

@@ -110,6 +110,21 @@ def test_several_gpus_hold_a_part_each(llama_8b: ModelFiles) -> None:
     assert four.weights == one.weights // 4 and four.kv_per_token == one.kv_per_token // 4
 
 
+def test_ranks_of_the_native_engine_hold_a_part_each(llama_8b: ModelFiles) -> None:
+    """On a CPU they share its memory as well. Of eight key-value heads, sixteen ranks hold one each."""
+    settings = {"max_model_len": 4096}
+    for machine in (gpus(80, count=16), ROOMY):
+        one = plan_load(config(**settings), llama_8b, machine)
+        four, sixteen = (plan_load(config(tensor_parallel_size=n, **settings), llama_8b, machine) for n in (4, 16))
+        assert four.weights == pytest.approx(one.weights / 4, rel=0.001)
+        assert (four.kv_per_token, sixteen.kv_per_token) == (one.kv_per_token // 4, one.kv_per_token // 8)
+        assert four.device.endswith(", each of 4")
+    assert four.memory.total == one.memory.total // 4
+    with pytest.raises(ConfigError, match="32 heads, 8 key-value heads") as told:
+        plan_load(config(tensor_parallel_size=3), llama_8b, ROOMY)
+    assert "can be 1, 2, 4, 8, 16, 32" in told.value.hint
+
+
 def test_a_cache_of_fp8_holds_twice_as_many_tokens(llama_8b: ModelFiles) -> None:
     plain, rounded = (plan_load(config(kv_cache_dtype=kind), llama_8b, gpus(80)) for kind in ("auto", "fp8"))
     assert plain.kv_per_token == 32 * 2 * 8 * 128 * 2 and rounded.kv_per_token == 32 * 2 * 8 * 130

@@ -125,12 +125,6 @@ def refuse(config: Config, files: ModelFiles | None) -> None:
             "CPUs have no kernels for FP8: --kv-cache-dtype fp8 is for GPUs.",
             hint="Take --kv-cache-dtype fp16 or int8.",
         )
-    if config.backend.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"The engine native computes on one device: --tensor-parallel-size cannot be "
-            f"{config.backend.tensor_parallel_size}.",
-            hint="Take an engine of vLLM.",
-        )
 
 
 def check_vocabulary(files: ModelFiles, draft: ModelFiles) -> None:

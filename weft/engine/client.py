@@ -18,8 +18,9 @@ from msgspec.structs import replace
 
 import weft.errors
 from weft.checkpoint.model_files import ModelFiles
+from weft.engine.fork_server import OUTSIDE_ENDS, is_stopped, num_oom_kills
 from weft.engine.journal import Entry, Journal, Place, Queued, Waiting, queued_tokens
-from weft.engine.process import OUTSIDE_ENDS, LaunchedEngine, is_stopped, launch_engine, num_oom_kills
+from weft.engine.process import LaunchedEngine, launch_engine
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
@@ -116,7 +117,7 @@ class _Connection(Struct):
     """True when anything came since the last tick."""
     failure: str = ""
     was_stopped: bool = False
-    """True when it was silent because a signal had stopped it."""
+    """True when it was silent because a signal had stopped it, or failed because a rank of it was ended so."""
     knows_vocabulary: bool = False
 
     def ended_from_outside(self, end: str) -> bool:
@@ -383,8 +384,9 @@ class EngineClient:
                         _answer(self._control_calls.pop(number), message)
                     case PrefixDigests() if self._on_digests is not None:
                         self._on_digests(message)
-                    case Failed(kind=kind, message=text):
+                    case Failed(kind=kind, message=text, from_outside=from_outside):
                         connection.failure = f"{kind}: {text}"
+                        connection.was_stopped = from_outside
         except BrokenFrame as error:
             connection.failure = f"it sent what is no message: {error}"
 

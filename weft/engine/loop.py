@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from weft.engine.core import EngineCore
+from weft.engine.ranks import Ranks, RunRank, follow
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
@@ -31,7 +32,7 @@ from weft.engine.wire import (
     ToEngine,
     Vocabulary,
 )
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, WeftError
 from weft.scheduler.prefix_digests import PublishedKeys
 from weft.scheduler.scheduler import Scheduler
 from weft.switches import is_on
@@ -109,9 +110,30 @@ class DigestPublisher:
             self._published_at = time.monotonic()
 
 
-def serve(start: Start, channel: Channel) -> None:
-    """Load the model and serve one api process until it says Shutdown or is gone."""
-    worker = Worker(start.config, start.files)
+def serve(start: Start, channel: Channel, run_rank: RunRank | None = None) -> None:
+    """Load the model and serve one api process until it says Shutdown or is gone; or follow the first rank so long.
+    Processes of other ranks call `run_rank`; None: there can be none."""
+    if start.rank is not None:
+        follow(start, start.rank, channel)
+        return
+    if start.config.backend.tensor_parallel_size == 1:
+        serve_model(start, Worker(start.config, start.files), channel)
+        return
+    ranks = Ranks(start, channel, run_rank)
+    try:
+        serve_model(start, Worker(start.config, start.files, ranks.group), channel)
+    except WeftError:
+        raise
+    except Exception:
+        # The api process was told of a lost rank already.
+        if not ranks.wait_for_loss():
+            raise
+    finally:
+        ranks.close()
+
+
+def serve_model(start: Start, worker: Worker, channel: Channel) -> None:
+    """Say that the model is loaded, and step until the end."""
     overlap = worker.info.device != "cpu" and is_on("overlap")
     core = EngineCore(Scheduler(worker.limits), worker.runner, overlap=overlap, memory=worker.memory)
     gc.collect()

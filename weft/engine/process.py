@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -43,7 +41,7 @@ def run_engine(sock: socket.socket, *, owns_process: bool = False) -> int:
             # Only now, and only here, is torch imported: the api process knows this module and stays light.
             from weft.engine.loop import serve
 
-            serve(start, channel)
+            serve(start, channel, partial(run_engine, owns_process=True) if owns_process else None)
         return 0
     except Exception as error:  # noqa: BLE001 - the api process is told of every error
         told = error if isinstance(error, WeftError) else as_out_of_memory(error)
@@ -117,28 +115,6 @@ class LaunchedEngine(Protocol):
 
     def wait(self, timeout_s: float) -> str | None:
         """Wait for its end, and return how it ended; None if it has not ended by then."""
-
-
-OUTSIDE_ENDS = frozenset(exit_text(-number) for number in (signal.SIGKILL, signal.SIGTERM))
-"""The ends of processes that others ended: one that fails by itself ends with another signal, or with a code."""
-
-
-def num_oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of memory so far; 0 where it does not tell."""
-    try:
-        told = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(told[1]) if told else 0
-
-
-def is_stopped(pid: int | None) -> bool:
-    """Return whether a process was stopped by a signal, as nothing that it computes can do."""
-    try:
-        # Its name, in brackets before the state, may hold anything.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
 
 
 class EngineProcess:

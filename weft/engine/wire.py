@@ -29,6 +29,17 @@ _LENGTH = struct.Struct("<I")
 M = TypeVar("M")
 
 
+class RankPlace(Struct, frozen=True):
+    """The place of a rank in its engine, and where it finds the others."""
+
+    rank: int
+    size: int
+    store_port: int
+    """The port of the store, on the loopback interface."""
+    plans: str
+    """The file of the memory to which the first rank writes its plans."""
+
+
 class Start(Struct, frozen=True, tag=True):
     """The first message to an engine."""
 
@@ -36,6 +47,8 @@ class Start(Struct, frozen=True, tag=True):
     files: ModelFiles
     publishes_digests: bool = False
     """True: the engine tells what its prefix cache holds."""
+    rank: RankPlace | None = None
+    """Set for the ranks that an engine starts; None for the engine itself, their first rank."""
 
 
 class Vocabulary(Struct, frozen=True, tag=True):
@@ -86,6 +99,8 @@ class Failed(Struct, frozen=True, tag=True):
     kind: str
     message: str
     hint: str = ""
+    from_outside: bool = False
+    """True when another process ended or stopped a part of it, which no request can have caused."""
 
 
 class Started(Struct, frozen=True, tag=True):
@@ -181,6 +196,14 @@ def receive(sock: socket.socket) -> ToEngine | None:
     if body is None:
         return None
     return decoded(_to_engine, body)
+
+
+def receive_from_rank(sock: socket.socket) -> FromEngine | None:
+    """Wait for the next message of a rank, on the side of the first one; None when it is gone. Raises TimeoutError
+    where the socket has a timeout."""
+    head = _receive_exactly(sock, _LENGTH.size)
+    body = None if head is None else _receive_exactly(sock, _length(head))
+    return None if body is None else _decoded(_from_engine, body)
 
 
 async def receive_from(reader: asyncio.StreamReader) -> ToEngine | None:
@@ -301,6 +324,9 @@ class Channel:
                 self._sock.sendall(frame(message))
         except OSError:
             self.closed.set()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
 
     def close(self) -> None:
         self.closed.set()

@@ -279,6 +279,25 @@ def check_step(max_num_batched_tokens: int, max_num_seqs: int) -> None:
         )
 
 
+def check_shards(config: Shape, size: int) -> None:
+    """Raise ConfigError for a model that cannot be divided among so many ranks."""
+
+    def divides(size: int) -> bool:
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        # With more ranks than key-value heads, several ranks have the same one.
+        has_whole_heads = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        return has_whole_heads and config.intermediate_size % size == 0 and config.vocab_size >= size
+
+    if divides(size):
+        return
+    possible = [str(size) for size in range(1, config.num_heads + 1) if divides(size)]
+    raise ConfigError(
+        f"--tensor-parallel-size {size}: the model has {config.num_heads} heads, {config.num_kv_heads} key-value heads "
+        f"and an MLP of {config.intermediate_size}, which cannot be divided among so many ranks.",
+        hint=f"With this model it can be {', '.join(possible)}.",
+    )
+
+
 def safe_share(cache: CacheOptions) -> float:
     """Return the share of a GPU that may be taken: what the operator asked for, where that is safe or insisted on."""
     asked = cache.gpu_memory_utilization

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 from safetensors import SafetensorError, safe_open
 
 from weft.checkpoint.adapter_files import HELD_PER_NUMBER, WEIGHTS_FILE, adapter_paths
@@ -94,6 +94,11 @@ class Weights(Struct, frozen=True, kw_only=True):
         """Return the bytes of the weights with those of four and eight bits as they are, and a zero beside every scale
         of four."""
         return (self.floats + self.int4_scales) * dtype.itemsize + self.int4 // 2 + self.int8
+
+    def shared_by(self, size: int) -> Weights:
+        """Return one of so many equal parts."""
+        parts = {name: count // size for name, count in asdict(self).items() if type(count) is int}
+        return replace(self, **parts)
 
     def __add__(self, other: Weights) -> Weights:
         return Weights(

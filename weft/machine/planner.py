@@ -32,6 +32,7 @@ from weft.machine.memory import (
     MemoryPlan,
     activations_bytes,
     adapter_bytes,
+    check_shards,
     check_step,
     kv_bytes_per_token,
     plan_memory,
@@ -159,7 +160,8 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 def plan_load(config: Config, files: ModelFiles, machine: Machine, *, engine: str = "native") -> Plan:
     """Plan a load by an engine of MEMORY_PROFILES. Raises ModelError for files that cannot be read and ConfigError for
-    a device that is not there; a model that does not fit is reported in `Plan.problem`."""
+    a device that is not there and a model that ranks cannot share; a model that does not fit is reported in
+    `Plan.problem`."""
     return Planner(files, engine).plan(config, machine)
 
 
@@ -210,8 +212,10 @@ class _Planning:
             planner.engine == "native" and self.place == "cpu" and quantization == "int8"
         )
         """True where it holds the decoder's linear weights so."""
-        self.parts = config.backend.tensor_parallel_size if self.place != "cpu" else 1
-        """Devices that share the model; the plan is for one of them."""
+        self.parts = config.backend.tensor_parallel_size if self.place != "cpu" or planner.engine == "native" else 1
+        """Ranks that share the model; the plan is for one of them."""
+        if planner.engine == "native" and planner.size.geometry is not None:
+            check_shards(planner.size.geometry, self.parts)
         self.weights = self._held_weights()
         self.draft = planner.draft.geometry if planner.draft is not None else None
         """The geometry of the draft model; None: there is none, or its description does not tell."""
@@ -330,7 +334,7 @@ class _Planning:
     def _known_memory(self) -> DeviceMemory:
         """Return the device's memory as it is now."""
         if self.place == "cpu":
-            return DeviceMemory(total=self.machine.memory.available)
+            return DeviceMemory(total=self.machine.memory.available // self.parts)
         devices = self.machine.devices_of(self.place)[: self.parts]
         total, free = min(device.total for device in devices), min(device.free for device in devices)
         return DeviceMemory(total=total, share=safe_share(self.config.cache), others=total - free)
@@ -357,9 +361,10 @@ class _Planning:
 
     def _device_name(self) -> str:
         if self.place == "cpu":
-            return f"CPU, {self.machine.cpu.usable_cores} cores"
-        device = self.machine.devices_of(self.place)[0]
-        return device.name if self.parts == 1 else f"{device.name}, each of {self.parts}"
+            name = f"CPU, {self.machine.cpu.usable_cores} cores"
+        else:
+            name = self.machine.devices_of(self.place)[0].name
+        return name if self.parts == 1 else f"{name}, each of {self.parts}"
 
     def _too_heavy(self, known: DeviceMemory) -> OutOfMemory:
         ways = ["Serve a smaller model"]

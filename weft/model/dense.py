@@ -8,8 +8,9 @@ from msgspec import Struct
 from torch import Tensor
 
 from weft.kernels import AttentionBatch, GivenRows, HeadShape, Ops
+from weft.kernels.batch import AdapterGroups
 from weft.kernels.kv_cache import KvCache
-from weft.kernels.weights import DecoderWeights
+from weft.kernels.weights import DecoderWeights, SlotLowRank, Weight
 from weft.model.rope import RopeScaling, rotations
 
 
@@ -95,3 +96,11 @@ class DenseModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(hidden, self.weights.head, None)
+
+    def add_adapted(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, added: SlotLowRank, groups: AdapterGroups, out: Tensor
+    ) -> None:
+        """Add linear(x, weight, bias), with what the slots' adapters add to it, to `out` in place."""
+        ranks = self.ops.lora_shrink(x, added, groups)
+        self.ops.linear_add(x, weight, bias, out)
+        self.ops.lora_expand_add(ranks, added, groups, out)

@@ -29,6 +29,7 @@ from weft.model.dense import DenseConfig
 from weft.model.dequant import BlockFormat, Groups, block_format, dequantise, unpack
 from weft.model.int4_formats import SUFFIXES, Int4Format, int4_format, read_int4
 from weft.model.safetensors_source import SafetensorsSource
+from weft.model.shard import WHOLE, Cut, CutSource, Shard, ShardedSource
 
 HUGGINGFACE_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -114,7 +115,7 @@ class NoSource:
     def shape(self, name: str) -> tuple[int, ...]:
         raise KeyError(name)
 
-    def read_into(self, out: Tensor, name: str) -> None:
+    def read_into(self, out: Tensor, name: str, cut: Cut | None = None) -> None:
         raise KeyError(name)
 
     def number_type(self, name: str) -> str:
@@ -123,7 +124,7 @@ class NoSource:
     def block_format(self, name: str) -> BlockFormat | None:
         return None
 
-    def groups(self, name: str, device: torch.device) -> Groups:
+    def groups(self, name: str, device: torch.device, cut: Cut | None = None) -> Groups:
         raise KeyError(name)
 
 
@@ -140,9 +141,13 @@ class GgufSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.file.tensors[name].shape
 
-    def read_into(self, out: Tensor, name: str) -> None:
-        raw, info = torch.from_numpy(self._raw[name]), self.file.tensors[name]
-        dequantise(raw.to(out.device), info.type.name, info.shape, out=out)
+    def read_into(self, out: Tensor, name: str, cut: Cut | None = None) -> None:
+        raw, shape, columns = self._blocks(name, cut)
+        kind = self.file.tensors[name].type.name
+        if out.shape == shape:
+            dequantise(raw.to(out.device), kind, shape, out=out)
+        else:
+            out.copy_(dequantise(raw.to(out.device), kind, shape)[..., columns])
 
     def number_type(self, name: str) -> str:
         return ""
@@ -151,13 +156,35 @@ class GgufSource:
         known = block_format(self.file.tensors[name].type.name)
         return None if known.unpack is None else known
 
-    def groups(self, name: str, device: torch.device) -> Groups:
-        info = self.file.tensors[name]
-        return unpack(torch.from_numpy(self._raw[name]).to(device), info.type.name, info.shape)
+    def groups(self, name: str, device: torch.device, cut: Cut | None = None) -> Groups:
+        raw, shape, columns = self._blocks(name, cut)
+        groups = unpack(raw.to(device), self.file.tensors[name].type.name, shape)
+        if columns == slice(0, shape[-1]):
+            return groups
+
+        def part(tensor: Tensor) -> Tensor:
+            by_row = tensor.reshape(shape[0], -1)
+            size = by_row.shape[1]
+            return by_row[:, columns.start * size // shape[1] : columns.stop * size // shape[1]]
+
+        numbers, scales, minima = map(part, groups[:3])
+        return groups._replace(numbers=numbers, scales=scales, minima=minima)
+
+    def _blocks(self, name: str, cut: Cut | None) -> tuple[Tensor, tuple[int, ...], slice]:
+        """Return the bytes of the blocks in which a part of a tensor lies, the shape of those, and the part's columns
+        among theirs."""
+        info, raw = self.file.tensors[name], torch.from_numpy(self._raw[name])
+        if cut is None:
+            return raw, info.shape, slice(0, info.shape[-1])
+        size, (first, stop, _) = info.type.block_size, cut[-1].indices(info.shape[-1])
+        begin, end = first // size, -(-stop // size)
+        blocks = raw.view(*info.shape[:-1], -1, info.type.block_bytes)[cut[:-1]][..., begin:end, :]
+        shape = (*blocks.shape[:-2], (end - begin) * size)
+        return blocks.reshape(-1), shape, slice(first - begin * size, stop - begin * size)
 
 
 @contextmanager
-def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, Source]]:
+def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, CutSource]]:
     """Open a model: its configuration, and its tensors while the context lasts."""
     with ExitStack() as stack:
         if files.kind == "gguf":
@@ -189,18 +216,27 @@ LinearLoading: TypeAlias = Literal["dequantise", "keep", "fp8", "int4", "int8"]
 def load_weights(
     files: ModelFiles,
     config: DenseConfig,
-    source: Source,
+    source: CutSource,
     *,
     dtype: torch.dtype,
     device: torch.device,
     panels: PanelLayout | None = None,
     linears: LinearLoading = "dequantise",
+    shard: Shard = WHOLE,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderWeights:
-    """Read every tensor of the model; `progress` is called with layers done and layers in all. With a layout for
-    `panels`, linear weights that a GGUF file has as whole numbers stay so; `linears` says how others are held."""
+    """Read every tensor of the model, or a shard's part of it; `progress` is called with layers done and layers in all.
+    With a layout for `panels`, linear weights that a GGUF file has as whole numbers stay so; `linears` says how others
+    are held."""
     loading = _DummyLoading if files.kind == "dummy" else _Loading
-    return loading(files, config, source, dtype, device, panels, linears).decoder(progress)
+    if shard.size == 1:
+        return loading(files, config, source, dtype, device, panels, linears).decoder(progress)
+    names = GGUF_NAMES if files.kind == "gguf" else HUGGINGFACE_NAMES
+    own, cut = shard.config(config), ShardedSource(source, names, config, shard)
+    weights = loading(files, own, cut, dtype, device, panels, linears).decoder(progress)
+    # The outputs of all ranks are added up: one of them has the bias in it.
+    layers = [layer._replace(output_bias=None) if shard.rank else layer for layer in weights.layers]
+    return weights._replace(layers=layers)
 
 
 class _Loading:

@@ -30,6 +30,7 @@ from weft.errors import ModelError
 from weft.kernels.weights import AdaptedLayer, AdapterWeights, LowRank
 from weft.model.dense import DenseConfig
 from weft.model.loader import HUGGINGFACE_NAMES, pairs_from_halves
+from weft.model.shard import COLUMNS_CUT, WHOLE, Shard
 
 UNSUPPORTED = (
     "use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "layer_replication", "trainable_token_indices",
@@ -147,16 +148,16 @@ class LoraPart(NamedTuple):
     expand: Tensor
 
 
-def read_adapter(folder: Path, config: DenseConfig, dtype: torch.dtype) -> AdapterWeights:
-    """Read an adapter for a model, to the host's memory; ModelError for one that is damaged, of another model, or of a
-    kind that is not supported."""
+def read_adapter(folder: Path, config: DenseConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> AdapterWeights:
+    """Read an adapter for a model, or a shard's part of it, to the host's memory; ModelError for one that is damaged,
+    of another model, or of a kind that is not supported."""
     lora = read_config(folder)
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file.", hint="Adapters are read from safetensors alone.")
     try:
         with safe_open(path, framework="pt") as opened:
-            return _AdapterReader(path, opened, lora, config, dtype).adapter()
+            return _AdapterReader(path, opened, lora, config, dtype, shard).adapter()
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: no readable safetensors file: {error}.") from error
 
@@ -164,7 +165,10 @@ def read_adapter(folder: Path, config: DenseConfig, dtype: torch.dtype) -> Adapt
 class _AdapterReader:
     """The reader checks and reads the tensors of one adapter."""
 
-    def __init__(self, path: Path, opened: Any, lora: LoraConfig, config: DenseConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, path: Path, opened: Any, lora: LoraConfig, config: DenseConfig, dtype: torch.dtype, shard: Shard
+    ) -> None:
+        self.shard = shard
         self.path = path
         self.opened = opened
         self.lora = lora
@@ -203,7 +207,7 @@ class _AdapterReader:
         if not read:
             return None
         expand = (
-            torch.empty(self.shapes[name][0], 0, dtype=self.dtype) if part is None else part.expand
+            torch.empty(self.shapes[name][0], 0, dtype=self.dtype)[self.cut(name)[0]] if part is None else part.expand
             for name, part in zip(parts, found, strict=True)
         )
         return LowRank(torch.cat([part.shrink for part in read]), tuple(expand))
@@ -213,12 +217,18 @@ class _AdapterReader:
         if not self.lora.adapts(module, layer):
             return None
         rows, columns = self.shapes[name]
-        rank = self.lora.rank(module)
-        shrink = self.tensor(f"{PREFIX}{module}.lora_A.weight", (rank, columns))
-        expand = self.tensor(f"{PREFIX}{module}.lora_B.weight", (rows, rank), self.lora.scale(module))
+        rank, (own_rows, own_columns) = self.lora.rank(module), self.cut(name)
+        shrink = self.tensor(f"{PREFIX}{module}.lora_A.weight", (rank, columns))[:, own_columns]
+        expand = self.tensor(f"{PREFIX}{module}.lora_B.weight", (rows, rank), self.lora.scale(module))[own_rows]
         if name in ("q", "k"):
             expand = pairs_from_halves(expand, self.config.head_dim)
         return LoraPart(shrink, expand)
+
+    def cut(self, name: str) -> tuple[slice, slice]:
+        """Return the rows and columns of a layer that the shard has."""
+        first, stop, _ = self.shard.range_of(name, self.config)
+        own, every = slice(first, stop), slice(None)
+        return (every, own) if name in COLUMNS_CUT else (own, every)
 
     def tensor(self, name: str, shape: tuple[int, int], scale: float = 1.0) -> Tensor:
         if name not in self.unread:

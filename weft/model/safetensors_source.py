@@ -21,6 +21,7 @@ from weft.checkpoint.safetensors import tensor_starts
 from weft.errors import ModelError
 from weft.model.dequant import BlockFormat, Groups
 from weft.model.int4_formats import Int4Format
+from weft.model.shard import Cut
 
 CHUNK_BYTES = 4 << 20
 MAX_THREADS = 16
@@ -46,17 +47,19 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
-    def read_into(self, out: Tensor, name: str) -> None:
+    def read_into(self, out: Tensor, name: str, cut: Cut | None = None) -> None:
         # A view of the mapped file: nothing is read before it is copied to its place.
-        mapped = self._file_of[name].get_tensor(name)
-        if out.device.type != "cuda" or mapped.nbytes < CHUNK_BYTES or not out.is_contiguous():
+        whole = self._file_of[name].get_tensor(name)
+        mapped = whole if cut is None else whole[cut]
+        in_one_piece = out.is_contiguous() and mapped.is_contiguous()
+        if out.device.type != "cuda" or mapped.nbytes < CHUNK_BYTES or not in_one_piece:
             # A copy between devices that changes the type as well would change it on the host.
             out.copy_(mapped if mapped.dtype == out.dtype else mapped.to(out.device))
             return
         if self._staged is None:
             self._staged = StagedFiles(self._paths, out.device, self._stack)
         there = out if mapped.dtype == out.dtype else torch.empty_like(mapped, device=out.device)
-        self._staged.read_into(there, name)
+        self._staged.read_into(there, name, mapped.data_ptr() - whole.data_ptr())
         if there is not out:
             out.copy_(there)
 
@@ -66,7 +69,7 @@ class SafetensorsSource:
     def block_format(self, name: str) -> BlockFormat | None:
         return None
 
-    def groups(self, name: str, device: torch.device) -> Groups:
+    def groups(self, name: str, device: torch.device, cut: Cut | None = None) -> Groups:
         raise KeyError(name)
 
 
@@ -82,8 +85,9 @@ class StagedFiles:
         # The threads end before their files are closed.
         stack.callback(self._reader.close)
 
-    def read_into(self, out: Tensor, name: str) -> None:
-        self._reader.read_into(out, *self._places[name])
+    def read_into(self, out: Tensor, name: str, first_byte: int = 0) -> None:
+        file, start = self._places[name]
+        self._reader.read_into(out, file, start + first_byte)
 
 
 class _Buffer(NamedTuple):

@@ -125,10 +125,13 @@ class LoraRows:
         return found
 
     def _from_files(self, folder: Path) -> AdapterWeights:
-        weights = read_adapter(folder, self._model.config, self._model.weights.dtype)
+        weights = self._read_files(folder)
         if self._fast_step is not None:
             self._fast_step.lay_out(weights)
         return weights
+
+    def _read_files(self, folder: Path) -> AdapterWeights:
+        return read_adapter(folder, self._model.config, self._model.weights.dtype)
 
     def _fill(self, loaded: Loaded) -> None:
         """Write an adapter to its slot. One of a larger rank than slots have needs all of them anew."""

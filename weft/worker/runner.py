@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from weft.model.dense_lora import AdapterSlots
 from weft.plan import Row, Sampled, StepPlan, StepResult, accepted
@@ -18,7 +19,7 @@ from weft.worker.grammar_masks import Constraint, Constraints, Masks, follow, ma
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import decode_rows, exact_shape, given_rows, lay_out, to_device, views
 from weft.worker.lora_rows import LoraRows
-from weft.worker.prompt_outputs import PromptOutputs, RowOutputBatch
+from weft.worker.prompt_outputs import PromptOutputs, PromptRequests, RowOutputBatch
 from weft.worker.rows import RowTable
 from weft.worker.sampler import DraftedTokens, SampledBatch, sample, warm_up_sampler
 
@@ -105,6 +106,15 @@ class Deferred(NamedTuple):
         return self.sample().result()
 
 
+class LaunchedStep(NamedTuple):
+    """A step whose forward pass was launched, and whose tokens are still to be sampled."""
+
+    sampling: list[Row]
+    output: ForwardOutput
+    requests: PromptRequests | None
+    drafts: DraftedTokens | None
+
+
 class Runner:
     """The runner launches the steps of plans on a model, and returns their pending results."""
 
@@ -132,11 +142,24 @@ class Runner:
         """Launch a step. The tokens that it samples are in the row table for the next step before they are read."""
         self.adapters.take_in(plan)
         denoised = self._denoised(plan)
+        launched = self._launch(plan)
+        if launched is None:
+            return Pending(plan, [], None, SideOutputs(denoise=denoised))
+        sampling, output, requests, drafts = launched
+        prompts = self.prompt_outputs.collect(requests, output.requested) if requests and output.requested else None
+        side = SideOutputs(prompts, denoised)
+        if constrained := self.constraints.among(sampling):
+            sample = partial(self._sample_constrained, plan, sampling, output, constrained, side, drafts)
+            return Deferred(plan, sample)
+        return Pending(plan, sampling, self._sampled(sampling, output, drafts), side, drafts)
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep | None:
+        """Take in a plan, and launch the forward pass of its rows; None: it has none."""
         table = self.stepper.table
         new = table.take_in(plan)
         if not plan.rows:
             self.prompt_outputs.forget(plan.release)
-            return Pending(plan, [], None, SideOutputs(denoise=denoised))
+            return None
         rows = decode_rows(plan.rows)
         slots = self.adapters.slots_for(plan)
         exact = exact_shape(rows)._replace(slots=slots.count if slots is not None else 0)
@@ -149,7 +172,7 @@ class Runner:
         if self.draft_model is not None:
             self.draft_model.draft(plan.rows)
         num_drafted = sum(len(row.draft) for row in plan.rows)
-        drafts = DraftedTokens.of(table, *(column[-num_drafted:] for column in writes[:2])) if num_drafted else None
+        drafts = self._drafts(*(column[-num_drafted:] for column in writes[:2])) if num_drafted else None
         self.prompt_outputs.forget(plan.release)
         requests = self.prompt_outputs.request(layout) if has_requests else None
         if graphs is not None and captured is not None:
@@ -158,12 +181,11 @@ class Runner:
             tokens, adapted = requests.tokens if requests else None, self.adapters.runs_in(layout)
             given = given_rows(layout, table, self.stepper.model.weights.dtype) if has_embeds else None
             output = self.stepper.step(exact, views(packed, exact), layout.longest, tokens, adapted, given, slots)
-        prompts = self.prompt_outputs.collect(requests, output.requested) if requests and output.requested else None
-        side = SideOutputs(prompts, denoised)
-        if constrained := table.constraints.among(layout.sampling):
-            sample = partial(self._sample_constrained, plan, layout.sampling, output, constrained, side, drafts)
-            return Deferred(plan, sample)
-        return Pending(plan, layout.sampling, self._sampled(layout.sampling, output, drafts), side, drafts)
+        return LaunchedStep(layout.sampling, output, requests, drafts)
+
+    def _drafts(self, rows: Tensor, positions: Tensor) -> DraftedTokens:
+        """Return the drafted tokens at these places of the row table."""
+        return DraftedTokens.of(self.stepper.table, rows, positions)
 
     @property
     def constraints(self) -> Constraints:

@@ -25,6 +25,7 @@ from weft.machine.memory import (
     GIB,
     DeviceMemory,
     MemoryPlan,
+    check_shards,
     check_step,
     graphs_bytes,
     num_parameters,
@@ -33,6 +34,8 @@ from weft.machine.memory import (
 from weft.machine.model_size import Weights, adapters_bytes, largest_rank, quantised_bytes, size_of
 from weft.model.dense import DenseModel
 from weft.model.loader import LinearLoading, load_weights, open_model
+from weft.model.shard import WHOLE
+from weft.model.sharded_dense import ShardedDense
 from weft.options import CacheOptions, Config
 from weft.plan import Limits
 from weft.switches import is_on
@@ -53,6 +56,7 @@ from weft.worker.memory_profile import (
 )
 from weft.worker.rows import RowTable
 from weft.worker.runner import Runner, WarmUp
+from weft.worker.tensor_parallel import FollowingRunner, LeadingRunner, RankGroup, ShardedLoraRows, rank_device
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +70,22 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class Worker:
     """The worker loads a model and offers what an engine needs to drive it: `limits`, `info`, `memory` and `runner`."""
 
-    def __init__(self, config: Config, files: ModelFiles) -> None:
+    def __init__(self, config: Config, files: ModelFiles, ranks: RankGroup | None = None) -> None:
+        """Load a model, or with `ranks` this rank's part of it. The draft model and the image model are loaded by the
+        first rank alone."""
         began = time.perf_counter()
-        device = _device(config)
+        shard = ranks.shard if ranks is not None else WHOLE
+        device = rank_device(_device(config), shard)
         dtype = _dtype(config, device)
         hashing = TritonHash() if device.type == "cuda" else None
         kv_dtype = _kv_dtype(config, device, dtype)
-        if config.model.threads:
-            torch.set_num_threads(config.model.threads)
-        room = _room(device, config.cache)
+        if config.model.threads or shard.size > 1:
+            torch.set_num_threads(config.model.threads or max(1, torch.get_num_threads() // shard.size))
+        room = _room(device, config.cache, shard.size)
         with ExitStack() as opened:
-            target = OpenModel(config, files, device, dtype, opened)
-            draft = OpenModel(config, files.draft, device, dtype, opened) if files.draft is not None else None
+            target = OpenModel(config, files, device, dtype, opened, ranks)
+            has_draft = files.draft is not None and shard.rank == 0
+            draft = OpenModel(config, files.draft, device, dtype, opened) if files.draft and has_draft else None
             geometry = target.geometry
             if draft is not None:
                 _check_draft(target, draft)
@@ -90,15 +98,20 @@ class Worker:
                 kv_memory_bytes=DEFAULT_CPU_CACHE_BYTES if device.type == "cpu" else None,
                 draft=draft.geometry if draft is not None else None,
             )
-            images = load_image_model(config, files, text_width=geometry.hidden_size, dtype=dtype, device=device)
+            images = None
+            if shard.rank == 0:
+                images = load_image_model(config, files, text_width=geometry.hidden_size, dtype=dtype, device=device)
             denoiser = images.denoiser if images is not None else None
             beside_bytes = adapters_bytes(config, dtype, geometry if device.type == "cuda" else None)
             beside_bytes += denoiser.num_bytes if denoiser is not None else 0
             planned_bytes = sum(one.weights_bytes for one in (target, draft) if one is not None)
             # What cannot fit is refused before anything large is allocated.
             plan = plan_for(room, weights_bytes=planned_bytes + beside_bytes)
+            if ranks is not None:
+                ranks.connect(device, config.engine.start_timeout_s)
+                plan = _common(plan, ranks, device)
             self.limits = replace(
-                _limits(config, plan, geometry.vocab_size, device, has_draft_model=draft is not None),
+                _limits(config, plan, target.whole.vocab_size, device, has_draft_model=draft is not None),
                 image=images.limits if images is not None else None,
                 embeds_width=geometry.hidden_size if config.limits.allow_prompt_embeds else 0,
                 max_embedding_bytes=config.scheduler.max_embedding_mb << 20,
@@ -117,8 +130,11 @@ class Worker:
         models = [one for one in (model, draft_model) if one is not None]
         weights_bytes = sum(one.weights.num_bytes for one in models) + beside_bytes
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
+        on_cpu = device.type == "cpu"
+        # There are no graphs with collective operations in them.
+        has_graphs = not on_cpu and is_on("graphs") and ranks is None
         if device.type == "cuda":
-            if is_on("graphs"):
+            if has_graphs:
                 shapes = graph_shapes(_most_decodes(self.limits))
                 # Steps with adapters have graphs of their own.
                 graphs = graphs_bytes(geometry, dtype, shapes * 2 if config.model.wants_adapters else shapes)
@@ -128,23 +144,28 @@ class Worker:
                 room = replace(room, graphs=graphs)
             room = measured(room, models, table, self.limits, kv_dtype, denoiser=denoiser)
             plan = plan_for(room, weights_bytes=weights_bytes)
+            plan = plan if ranks is None else _common(plan, ranks, device)
             self.limits = replace(self.limits, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len)
         ledger = room.ledger(weights_bytes, plan.kv_bytes)
-        on_cpu = device.type == "cpu"
-        has_graphs = not on_cpu and is_on("graphs")
         steppers = [_stepper(one, plan.num_blocks, table, kv_dtype) for one in models]
         drafter = None
         if draft_model is not None:
             most, stepper = self.limits.max_speculative_tokens, steppers[1]
             drafter = DraftModel(stepper, StepGraphs(stepper, most, with_prefills=False) if has_graphs else None)
-        self.runner = Runner(
-            steppers[0],
-            graphs=StepGraphs(steppers[0], _most_decodes(self.limits)) if has_graphs else None,
-            warm_up=None if on_cpu else WarmUp(*steppers),
-            draft_model=drafter,
-            denoiser=denoiser,
-            adapters=LoraRows(steppers[0], config.scheduler.max_loras, largest_rank(config)),
-        )
+        slots = config.scheduler.max_loras, largest_rank(config)
+        if ranks is None:
+            self.runner = Runner(
+                steppers[0],
+                graphs=StepGraphs(steppers[0], _most_decodes(self.limits)) if has_graphs else None,
+                warm_up=None if on_cpu else WarmUp(*steppers),
+                draft_model=drafter,
+                denoiser=denoiser,
+                adapters=LoraRows(steppers[0], *slots),
+            )
+        else:
+            adapters = ShardedLoraRows(steppers[0], ranks, *slots)
+            runner = FollowingRunner if shard.rank else LeadingRunner
+            self.runner = runner(steppers[0], ranks, adapters, draft_model=drafter, denoiser=denoiser)
         if compiling is not None:
             compiling.wait()
             # Requests that are waiting find the kernels of the first steps loaded.
@@ -157,7 +178,7 @@ class Worker:
         self.info = ModelInfo(
             name=config.model.served_model_name or files.name,
             max_model_len=plan.max_model_len,
-            logits_width=geometry.vocab_size,
+            logits_width=self.limits.logits_width,
             num_blocks=plan.num_blocks,
             block_size=config.cache.block_size,
             device=str(device),
@@ -214,11 +235,21 @@ class OpenModel:
     """The open files of one model, and how its weights will be held."""
 
     def __init__(
-        self, config: Config, files: ModelFiles, device: torch.device, dtype: torch.dtype, opened: ExitStack
+        self,
+        config: Config,
+        files: ModelFiles,
+        device: torch.device,
+        dtype: torch.dtype,
+        opened: ExitStack,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.files = files
-        self._device, self.dtype = device, dtype
-        self.geometry, self._source = opened.enter_context(open_model(files))
+        self._device, self.dtype, self._ranks = device, dtype, ranks
+        self.whole, self._source = opened.enter_context(open_model(files))
+        shard = ranks.shard if ranks is not None else WHOLE
+        check_shards(self.whole, shard.size)
+        self.geometry = shard.config(self.whole)
+        """The geometry of this rank's part."""
         stored = size_of(files).weights
         self._panels = _panels(config, files, device)
         self._linears = _linears(config, stored, device, dtype, has_panels=self._panels is not None)
@@ -229,19 +260,23 @@ class OpenModel:
         if self._linears != "dequantise":
             quantization = config.backend.quantization
             self.weights_bytes = quantised_bytes(
-                self.geometry, stored, quantization, dtype, on_gpu=device.type == "cuda"
+                self.geometry, stored.shared_by(shard.size), quantization, dtype, on_gpu=device.type == "cuda"
             )
         elif self._panels is None:
             self.weights_bytes = num_parameters(self.geometry) * dtype.itemsize
         else:
-            self.weights_bytes = stored.held_in_panels(dtype)
+            self.weights_bytes = stored.shared_by(shard.size).held_in_panels(dtype)
 
     def load(self, max_model_len: int) -> DenseModel:
+        shard = self._ranks.shard if self._ranks is not None else WHOLE
         weights = load_weights(
-            self.files, self.geometry, self._source,
-            dtype=self.dtype, device=self._device, panels=self._panels, linears=self._linears,
+            self.files, self.whole, self._source,
+            dtype=self.dtype, device=self._device, panels=self._panels, linears=self._linears, shard=shard,
         )  # fmt: skip
-        return DenseModel(self.geometry, weights, ops_for(self._device.type), max_model_len)
+        ops = ops_for(self._device.type)
+        if self._ranks is None:
+            return DenseModel(self.whole, weights, ops, max_model_len)
+        return ShardedDense(self.whole, shard, weights, ops, self._ranks, max_model_len)
 
 
 def _future_steps(
@@ -256,7 +291,7 @@ def _future_steps(
 
 
 def _check_draft(target: OpenModel, draft: OpenModel) -> None:
-    ours, theirs = target.geometry.vocab_size, draft.geometry.vocab_size
+    ours, theirs = target.whole.vocab_size, draft.whole.vocab_size
     if ours != theirs:
         raise ConfigError(
             f"--speculative-model {draft.files.name} has {theirs} logits, and {target.files.name} has {ours}: a draft "
@@ -296,9 +331,15 @@ def _linears(
     return "keep" if stored.is_quantised and can_multiply and dtype != torch.float32 else "dequantise"
 
 
-def _room(device: torch.device, cache: CacheOptions) -> DeviceMemory:
+def _common(plan: MemoryPlan, ranks: RankGroup, device: torch.device) -> MemoryPlan:
+    """Return the plan that every rank has memory for: block ids are the same on all."""
+    num_blocks, max_model_len = ranks.least(device, plan.num_blocks, plan.max_model_len)
+    return replace(plan, num_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def _room(device: torch.device, cache: CacheOptions, num_ranks: int) -> DeviceMemory:
     if device.type == "cpu":
-        return DeviceMemory(total=available_cpu_bytes())
+        return DeviceMemory(total=available_cpu_bytes() // num_ranks)
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(total=total, share=gpu_share(cache), others=total - free)
 
@@ -361,4 +402,5 @@ def _most_decodes(limits: Limits) -> int:
 
 
 def _native_step(model: DenseModel, kv_cache: KvCache) -> FastStep | None:
-    return native_step(model.weights, model.config.heads, model.config.norm_eps, model.rotations, kv_cache)
+    ranks = model if isinstance(model, ShardedDense) else None
+    return native_step(model.weights, model.config.heads, model.config.norm_eps, model.rotations, kv_cache, ranks)

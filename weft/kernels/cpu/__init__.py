@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from weft.kernels.batch import HeadShape
-    from weft.kernels.cpu.fused_step import FusedStep
+    from weft.kernels.cpu.fused_step import FusedStep, RankWork
     from weft.kernels.kv_cache import KvCache
     from weft.kernels.panel_format import PanelLayout
     from weft.kernels.weights import DecoderWeights
@@ -30,14 +30,23 @@ def panel_layout() -> PanelLayout | None:
 
 
 def native_step(
-    weights: DecoderWeights, heads: HeadShape, eps: float, rotations: Tensor, kv_cache: KvCache
+    weights: DecoderWeights,
+    heads: HeadShape,
+    eps: float,
+    rotations: Tensor,
+    kv_cache: KvCache,
+    ranks: RankWork | None = None,
 ) -> FusedStep | None:
-    """The native step of a model, or None where there can be none: without kernels, for weights of other floats than
-    float32, and for caches that CPUs have no kernels for."""
+    """The native step of a model, or of one of its ranks, or None where there can be none: without kernels, for weights
+    of other floats than float32, and for caches that CPUs have no kernels for."""
     from weft.kernels.cpu.ops import all_plain, has_native_code
 
     if not all_plain(*weights.all_weights()) or not has_native_code():
         return None
-    from weft.kernels.cpu.fused_step import FusedStep, attends_over
+    from weft.kernels.cpu.fused_step import FusedStep, RankStep, attends_over
 
-    return FusedStep(weights, heads, eps, rotations, kv_cache) if attends_over(kv_cache) else None
+    if not attends_over(kv_cache):
+        return None
+    if ranks is not None:
+        return RankStep(weights, heads, eps, rotations, kv_cache, ranks)
+    return FusedStep(weights, heads, eps, rotations, kv_cache)

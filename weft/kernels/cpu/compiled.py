@@ -112,6 +112,13 @@ class Kernels:
 
 
 @cache
+def part_of_step() -> Callable[..., None]:
+    """Return the kernel for parts of steps, which only ranks need: it is compiled when the first one asks for it."""
+    names = [name for name in KERNELS if name != SYMBOL + "step"] + [SYMBOL + "part"]
+    return ObjectCode(object_files(names).values()).function("part", 6)
+
+
+@cache
 def kernels() -> Kernels:
     """Return the kernels of this process, loaded once. The first call on a machine compiles them."""
     return Kernels()

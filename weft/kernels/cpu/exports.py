@@ -1,4 +1,4 @@
-"""The kernels that Python calls: a decoder's step, and the greatest elements of rows. `python -m
+"""The kernels that Python calls: a decoder's step, parts of it, and the greatest elements of rows. `python -m
 weft.kernels.cpu.exports NAME...` compiles these, or others of `jit.EXPORTS`, and writes their object files to its
 output.
 """
@@ -9,12 +9,13 @@ import gc
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from weft.kernels.cpu import phases
-from weft.kernels.cpu.jit import export, object_code, types
+from weft.kernels.cpu.jit import export, inner, object_code, types
 from weft.kernels.cpu.job import JOB, LAYER, Here
 from weft.kernels.cpu.phases import num_pieces
 from weft.kernels.cpu.raw_memory import at, floats, ints, record_at
@@ -22,46 +23,81 @@ from weft.kernels.cpu.raw_memory import at, floats, ints, record_at
 _job_at, _layer_at = record_at(JOB), record_at(LAYER)
 
 
+@inner
+def _attention(here: Here, base: int) -> Any:
+    """The first half of a layer."""
+    job, layer = here.job, here.layer
+    num_tokens, num_runs, hidden_size = job.num_tokens, job.num_runs, job.hidden_size
+    q_size = job.num_heads * job.head_dim
+    qkv_size = (job.num_heads + 2 * job.num_kv_heads) * job.head_dim
+    base = phases.attention_norm(here, num_tokens, base)
+    if num_runs:
+        base = phases.shrink_qkv(here, num_runs, base)
+    base = phases.qkv(here, num_pieces(job, qkv_size, hidden_size), base)
+    base = phases.rotate_and_store(here, num_tokens, base)
+    base = phases.attend(here, job.num_items * job.num_kv_heads, base)
+    if job.num_parts:
+        base = phases.join(here, job.num_items, base)
+    if num_runs:
+        base = phases.shrink_output(here, num_runs, base)
+    if layer.output_kind:
+        base = phases.quantise_attended(here, num_tokens, base)
+    return phases.output(here, num_pieces(job, hidden_size, q_size), base)
+
+
+@inner
+def _mlp(here: Here, base: int) -> Any:
+    """The second half of a layer."""
+    job, layer = here.job, here.layer
+    num_tokens, num_runs, hidden_size, size = job.num_tokens, job.num_runs, job.hidden_size, job.intermediate_size
+    base = phases.mlp_norm(here, num_tokens, base)
+    if num_runs:
+        base = phases.shrink_gate_up(here, num_runs, base)
+    base = phases.gate_up(here, num_pieces(job, size, hidden_size), base)
+    if num_runs:
+        base = phases.shrink_down(here, num_runs, base)
+    if layer.down_kind:
+        base = phases.quantise_gated(here, num_tokens, base)
+    return phases.down(here, num_pieces(job, hidden_size, size), base)
+
+
+@inner
+def _outputs(here: Here, base: int) -> None:
+    """The hidden states and the logits that are wanted."""
+    job = here.job
+    if job.num_hidden:
+        base = phases.hidden_norm(here, job.num_hidden, base)
+    base = phases.final_norm(here, job.num_outputs, base)
+    phases.head(here, num_pieces(job, job.vocab_size, job.hidden_size), base)
+
+
 @export(types.void(*[types.int64] * 5))
 def step(job_at: int, layers: int, items: int, runs: int, thread: int) -> None:
     """A thread's share of the step that a job describes."""
     job = _job_at(job_at, 0)
-    num_tokens, num_items, num_runs = job.num_tokens, job.num_items, job.num_runs
-    qkv_size = (job.num_heads + 2 * job.num_kv_heads) * job.head_dim
-    hidden_size, intermediate_size = job.hidden_size, job.intermediate_size
     here = Here(job, _layer_at(layers, 0), items, runs, job.scratch + thread * job.scratch_stride)
-    base = phases.embed(here, num_tokens, job.claims)
+    base = phases.embed(here, job.num_tokens, job.claims)
     if job.num_given:
         base = phases.place_given(here, job.num_given, base)
     for i in range(job.num_layers):
         here = Here(job, _layer_at(layers, i), items, runs, here.scratch)
-        layer = here.layer
-        base = phases.attention_norm(here, num_tokens, base)
-        if num_runs:
-            base = phases.shrink_qkv(here, num_runs, base)
-        base = phases.qkv(here, num_pieces(job, qkv_size, hidden_size), base)
-        base = phases.rotate_and_store(here, num_tokens, base)
-        base = phases.attend(here, num_items * job.num_kv_heads, base)
-        if job.num_parts:
-            base = phases.join(here, num_items, base)
-        if num_runs:
-            base = phases.shrink_output(here, num_runs, base)
-        if layer.output_kind:
-            base = phases.quantise_attended(here, num_tokens, base)
-        base = phases.output(here, num_pieces(job, hidden_size, job.num_heads * job.head_dim), base)
-        base = phases.mlp_norm(here, num_tokens, base)
-        if num_runs:
-            base = phases.shrink_gate_up(here, num_runs, base)
-        base = phases.gate_up(here, num_pieces(job, intermediate_size, hidden_size), base)
-        if num_runs:
-            base = phases.shrink_down(here, num_runs, base)
-        if layer.down_kind:
-            base = phases.quantise_gated(here, num_tokens, base)
-        base = phases.down(here, num_pieces(job, hidden_size, intermediate_size), base)
-    if job.num_hidden:
-        base = phases.hidden_norm(here, job.num_hidden, base)
-    base = phases.final_norm(here, job.num_outputs, base)
-    phases.head(here, num_pieces(job, job.vocab_size, hidden_size), base)
+        base = _attention(here, base)
+        base = _mlp(here, base)
+    _outputs(here, base)
+
+
+@export(types.void(*[types.int64] * 6))
+def part(job_at: int, layers: int, items: int, runs: int, number: int, thread: int) -> None:
+    """A thread's share of a part of a step: of the halves of layers in their order, behind which come the outputs."""
+    job = _job_at(job_at, 0)
+    layer = min(number // 2, job.num_layers - 1)
+    here = Here(job, _layer_at(layers, layer), items, runs, job.scratch + thread * job.scratch_stride)
+    if number == 2 * job.num_layers:
+        _outputs(here, job.claims)
+    elif number % 2:
+        _mlp(here, job.claims)
+    else:
+        _attention(here, job.claims)
 
 
 # Floats compared before a row's winner so far is looked at again.

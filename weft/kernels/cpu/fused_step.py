@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.batch import AttentionBatch, GivenRows, HeadShape
-from weft.kernels.cpu.compiled import kernels
+from weft.kernels.cpu.compiled import kernels, part_of_step
 from weft.kernels.cpu.job import (
     CELLS,
     CLAIMS,
@@ -41,6 +41,16 @@ RUN_TOKENS = 16
 
 Job = Callable[[int], None]
 """Called by each thread with its number. It must meet the others at its end: see `phases.wait_for_all`."""
+
+
+class RankWork(Protocol):
+    """The work of a step that all ranks of a model do together."""
+
+    def embed(self, tokens: Tensor, given: GivenRows | None = None) -> Tensor: ...
+
+    def all_reduce(self, tensor: Tensor) -> None: ...
+
+    def gathered(self, logits: Tensor) -> Tensor: ...
 
 
 class Team:
@@ -197,7 +207,7 @@ class FusedStep:
         logits = torch.empty(len(rows), self._vocab_size)
         hidden = torch.empty(len(hidden_rows), self._hidden_size)
 
-        def make_job() -> Job:
+        def prepare() -> list[int]:
             self._reserve(len(tokens), num_parts, len(run_tokens) * max_rank)
             self._set(
                 claims=self._team.claims,
@@ -222,11 +232,19 @@ class FusedStep:
                 run_tokens=run_tokens.ctypes.data,
                 shrunk_stride=max_rank,
             )
-            told = [array.ctypes.data for array in (self._jobs, self._layers, items, runs)]
+            return [array.ctypes.data for array in (self._jobs, self._layers, items, runs)]
+
+        self._run(prepare, len(tokens))
+        return logits, hidden
+
+    def _run(self, prepare: Callable[[], list[int]], num_tokens: int) -> None:
+        """Compute a step of so many tokens, of which native code is told what `prepare` returns."""
+
+        def make_job() -> Job:
+            told = prepare()
             return lambda thread: self._kernels.step(*told, thread)
 
         self._team.run(make_job)
-        return logits, hidden
 
     def close(self) -> None:
         self._team.close()
@@ -313,6 +331,56 @@ class FusedStep:
             self._reserved_ranks = num_ranks
             self._shrunk = torch.empty(num_ranks)
             self._set(shrunk=_address(self._shrunk))
+
+
+class RankStep(FusedStep):
+    """The steps of one rank of several, cut where its part of a layer's output meets those of others."""
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        heads: HeadShape,
+        eps: float,
+        rotations: Tensor,
+        kv_cache: Tensor | list[Int8Cache],
+        ranks: RankWork,
+    ) -> None:
+        super().__init__(weights, heads, eps, rotations, kv_cache)
+        self._part = part_of_step()
+        self._ranks = ranks
+        self._embedded = _NONE
+
+    def with_hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor,
+        hidden_rows: Tensor,
+        adapted: Sequence[AdaptedRun] = (),
+        given: GivenRows | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        self._embedded = self._ranks.embed(tokens, given)
+        logits, hidden = super().with_hidden(torch.zeros_like(tokens), positions, batch, rows, hidden_rows, adapted)
+        return self._ranks.gathered(logits), hidden
+
+    def _run(self, prepare: Callable[[], list[int]], num_tokens: int) -> None:
+        told = prepare()
+        residual, product = (self._buffers[name][:num_tokens] for name in ("residual", "y"))
+        residual.copy_(self._embedded)
+        last = 2 * len(self._layers)
+        for number in range(last + 1):
+            before = residual.clone()
+
+            def make_job(number: int = number) -> Job:
+                self._set(claims=self._team.claims)
+                return lambda thread: self._part(*told, number, thread)
+
+            self._team.run(make_job)
+            if number < last:
+                # The part has added its own product to the residual, and that of all ranks is wanted.
+                self._ranks.all_reduce(product)
+                torch.add(before, product, out=residual)
 
 
 def attends_over(kv_cache: KvCache) -> TypeGuard[Tensor | list[Int8Cache]]:
