@@ -203,7 +203,7 @@ def receive_from_rank(sock: socket.socket) -> FromEngine | None:
     where the socket has a timeout."""
     head = _receive_exactly(sock, _LENGTH.size)
     body = None if head is None else _receive_exactly(sock, _length(head))
-    return None if body is None else _decoded(_from_engine, body)
+    return None if body is None else decoded(_from_engine, body)
 
 
 async def receive_from(reader: asyncio.StreamReader) -> ToEngine | None:
