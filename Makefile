@@ -24,6 +24,7 @@
 #   make bench-cpu-peers   the default model by Weft and by llama.cpp on this machine's CPU (built in build/llama.cpp)
 #   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
 #   make show-clients      the clients of tests/clients/clients.toml against Weft, as a table (in build/clients: 7 GB; ARGS="--only curl,Codex")
+#   make show-ray          every test of replicas on a Ray cluster, Ray Serve and scaling among them
 #   make show-agents       sessions of Claude Code and Codex CLI: prompts of 20,000 tokens, cancellations, retries (in build/clients)
 #   make show-llamacpp-tests   llama.cpp's tests of OpenAI's and Anthropic's interfaces against Weft (in build/llama.cpp)
 #   make show-open-responses   the compliance suite of Open Responses against Weft (OPEN_RESPONSES: a folder with its sources)
@@ -53,7 +54,7 @@ ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release page screenshots docs lint-deploy first-token proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-clients show-agents show-llamacpp-tests show-open-responses show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release page screenshots docs lint-deploy first-token proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-clients show-agents show-ray show-llamacpp-tests show-open-responses show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -168,6 +169,9 @@ show-vllm-engine: $(VLLM_ENV)/installed
 show-clients: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
 	$(BIN)/python -m tests.clients.show --folder $(CLIENTS) $(ARGS)
+
+show-ray: .venv/installed-dev
+	$(BIN)/python -m pytest tests/cluster/test_ray_replicas.py -m 'long or not long' -n 0 $(ARGS)
 
 show-agents: .venv/installed-dev
 	$(BIN)/python -m tests.clients.sessions --folder $(CLIENTS) $(ARGS)

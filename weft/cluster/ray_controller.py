@@ -65,7 +65,14 @@ class ControllerActor:
         self._unplaceable = ""
         self._is_ending = False
         self._is_recovered = False
-        ray.get_runtime_context().current_actor.run.remote()
+        self._is_running = False
+        self._run()
+
+    def _run(self) -> None:
+        """Have this actor run its loop, if it does not. What an actor asks of itself while Ray restarts it can be lost,
+        so that whatever asks for a table or a status asks for this again."""
+        if not self._is_running:
+            ray.get_runtime_context().current_actor.run.remote()
 
     # Edges.
 
@@ -101,12 +108,14 @@ class ControllerActor:
         self._edges.pop(edge, None)
 
     def _note(self, edge: str, known: int) -> None:
+        self._run()
         self._asked_at = time.monotonic()
         self._edges[edge] = (self._asked_at, known)
 
     # The operator.
 
     async def status(self) -> bytes:
+        self._run()
         spec = self._spec
         return msgspec.json.encode(
             ClusterStatus(
@@ -147,6 +156,9 @@ class ControllerActor:
     # The loop.
 
     async def run(self) -> None:
+        if self._is_running:
+            return
+        self._is_running = True
         self._changed = asyncio.Event()
         await self._recover()
         self._is_recovered = True
