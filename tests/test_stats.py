@@ -16,6 +16,7 @@ GAUGES = {
     "images_waiting",
     "embedding_bytes",
     "open_requests",
+    "replicas",
     "memory_allocated",
     "memory_reserved",
 }

@@ -162,7 +162,7 @@ def test_memory_of_another_size_without_a_gpu(shape: Path) -> None:
     ("settings", "reason"),
     [
         (["--quantization", "awq"], "--quantization cannot be awq"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size cannot be 2"),
+        (["--tensor-parallel-size", "7"], "--tensor-parallel-size"),
         (["--max-num-batched-tokens", "8"], "below --max-num-seqs"),
     ],
 )

@@ -125,5 +125,5 @@ def test_addresses() -> None:
     assert Address.parse("https://host/gate/v1", "k") == Address("host", 443, True, "/gate", "k")
     assert b"POST /gate/v1/x HTTP/1.1\r\n" in Address("h", 1, prefix="/gate").request("POST", "/v1/x", b"{}")
     assert b"Authorization: Bearer k\r\n" in Address("h", 1, key="k").request("GET", "/")
-    with pytest.raises(ConfigError, match="no address"):
+    with pytest.raises(ConfigError, match="not the URL"):
         Address.parse("ftp://host")

@@ -184,7 +184,8 @@ def test_adapters_are_counted_as_no_less_than_they_hold(tiny_directory: Callable
         with open_model(model) as (geometry, _):
             held = read_adapter(folder, geometry, torch.float32).num_bytes
         counted.append(plan_load(config(adapter=(str(folder),)), model, ROOMY).weights - without)
-        assert 0.6 * counted[-1] < held <= counted[-1]
+        # As much again is laid out for native code.
+        assert counted[-1] == 2 * held
     given = [f"{name}={tmp_path / name}" for name in ("1", "2", "7", "gone")]
     assert plan_load(config(adapter=given), model, ROOMY).weights == without + sum(counted)
     assert plan_load(config(adapter=given, max_loras=1), model, ROOMY).weights == without + counted[-1]

@@ -164,8 +164,8 @@ def test_no_step_of_a_long_prompt_takes_longer_than_the_goal(
         seconds = costs(tokens, context) * rng.uniform(1 - error, 1 + error)
         is_slow = context + tokens > slow_from
         if tokens > LEAST_TOKENS and is_slow == was_slow and context > start:
-            # A tenth more, while little is known of the growth.
-            assert seconds <= 1.1 * GOAL * (1 + error) / (1 - error)
+            # A fifth more, while little is known of the growth.
+            assert seconds <= 1.2 * GOAL * (1 + error) / (1 - error)
         pace.took(tokens, seconds, context + tokens / 2)
         # A step that became slow in its midst does not tell yet by how much.
         context, was_slow = context + tokens, context >= slow_from

@@ -49,7 +49,7 @@ class Point(Struct, frozen=True, kw_only=True):
         found = re.fullmatch(r"\s*(\d+)x(\d+):(\d+(?:-\d+)?):(\d+(?:-\d+)?)\s*", text)
         if found is None or not int(found[1]) or not int(found[2]):
             raise ConfigError(
-                f"{text!r} is no load.",
+                f"{text!r} is not a load.",
                 hint="Write connections x requests : prompt tokens : output tokens, such as 32x64:128:256.",
             )
         sized = replace(dataset, input_tokens=Size.parse(found[3]), output_tokens=Size.parse(found[4]))

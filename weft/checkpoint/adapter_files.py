@@ -17,8 +17,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 64
 HELD_PER_NUMBER = 2
-"""Numbers in memory for each number in the file: a weight of several parts is stored with zeros where the parts do not
-meet. It is the maximum for adapters that have a query, or more parts than a key or a value alone."""
+"""Numbers in memory for each number in the file: on CPUs the weights are there once more, as native code reads them."""
 DEFAULT_ADAPTER = "default"
 """The name of an adapter that was given without one: requests that name no adapter use it."""
 

@@ -215,7 +215,7 @@ def test_what_is_no_message_is_the_clients_mistake() -> None:
     async def scenario() -> None:
         async with door(painter()) as opened:
             code, details = await refused(opened.channel.unary_stream(GENERATE_IMAGE)(b"\xff\xff\xff"))
-            assert (code, details) == (Code.INVALID_ARGUMENT, "What was sent is no GenerateImageRequest.")
+            assert (code, details) == (Code.INVALID_ARGUMENT, "What was sent is not a GenerateImageRequest.")
 
     asyncio.run(scenario())
 

@@ -170,5 +170,5 @@ def test_long_messages_of_few_fields_are_parsed() -> None:
     request.metadata.extra.update({str(i): "a" * 100 for i in range(1000)})
     assert parse(ai_service_pb2.StreamPredictRequest, request.SerializeToString()) == request
     for cut in (10, 1000, 900_000):
-        with pytest.raises(InvalidRequest, match="What was sent is no StreamPredictRequest"):
+        with pytest.raises(InvalidRequest, match="What was sent is not a StreamPredictRequest"):
             parse(ai_service_pb2.StreamPredictRequest, request.SerializeToString()[:-cut])

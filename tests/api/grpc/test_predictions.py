@@ -238,7 +238,7 @@ def test_what_is_no_message_is_the_clients_mistake() -> None:
             raw = opened.channel.stream_stream("/cy.llm.AiInference/StreamPredict")
             for broken in (b"\xff\xff\xff", b"\x12\x02\xff\xfe"):
                 code, details = await refused(raw([broken]))
-                assert (code, details) == (Code.INVALID_ARGUMENT, "What was sent is no StreamPredictRequest.")
+                assert (code, details) == (Code.INVALID_ARGUMENT, "What was sent is not a StreamPredictRequest.")
             check_whole(await answer_to(opened, ask()))
 
     asyncio.run(scenario())

@@ -403,8 +403,25 @@ class PingedServer:
         """What the server said as it ended connections."""
 
     async def forward(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forward one connection. A client that was sent away connects again, perhaps as the test ends."""
         self.num_connections += 1
-        from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
+        opened = [writer]
+        try:
+            from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
+            opened.append(to_server)
+            await self._forward(reader, writer, from_server, to_server)
+        finally:
+            for one in opened:
+                one.close()
+            await asyncio.gather(*(one.wait_closed() for one in opened), return_exceptions=True)
+
+    async def _forward(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        from_server: asyncio.StreamReader,
+        to_server: asyncio.StreamWriter,
+    ) -> None:
 
         async def to_client() -> None:
             while header := await from_server.read(9):

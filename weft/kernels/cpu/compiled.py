@@ -71,7 +71,7 @@ PANEL_KERNELS = [f"panel_linear_{kind}" for kind, _ in enumerate(FORMATS, 1)]
 KERNELS = tuple(
     SYMBOL + name for name in ("step", "attend", "stream_dots", "half_dots", "dots", *PANEL_KERNELS, "argmax")
 )
-"""The names of `jit.EXPORTS`."""
+"""The names of `jit.EXPORTS`, but for the one that only ranks need."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
