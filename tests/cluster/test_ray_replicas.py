@@ -27,6 +27,8 @@ from tests.ports import reserved_port
 from tests.processes import descendants
 from tests.waiting import PATIENCE, wait_until
 
+pytestmark = pytest.mark.long
+
 CLUSTER = "kill-matrix"
 LONG = {"max_tokens": 2500}
 
@@ -116,7 +118,6 @@ def test_replicas_stay_when_their_controller_is_killed(edge: Server, view: Clust
     assert set(view.replicas) == known
 
 
-@pytest.mark.long
 def test_replicas_come_and_go_under_load_without_a_failed_request(
     cluster: RayCluster, long_model: Path, expected: Answer
 ) -> None:
@@ -142,7 +143,6 @@ def test_replicas_come_and_go_under_load_without_a_failed_request(
     view.close()
 
 
-@pytest.mark.long
 def test_ray_serve_runs_an_edge_as_an_application(
     cluster: RayCluster, long_model: Path, unharmed: Answer, tmp_path: Path
 ) -> None:
