@@ -259,7 +259,7 @@ class _RoundRobin(_Policy):
 
 
 class _PowerOfTwo(_Policy):
-    """Of two replicas at random the one with fewer open requests."""
+    """The rule takes two replicas at random, and of them the one with fewer open requests."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._rnd = random.Random(seed)

@@ -28,7 +28,7 @@ class ClusterLoad(Struct, frozen=True):
 
 
 class ScaleLimits(Struct, frozen=True):
-    """How many replicas there may be, and when their number changes."""
+    """The limits say how many replicas there may be, and when their number changes."""
 
     min_replicas: int
     max_replicas: int

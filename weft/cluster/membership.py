@@ -1,4 +1,4 @@
-"""Which replicas there are: tables of their addresses, and where an edge gets them from."""
+"""Membership tells an edge which replicas there are, by tables of their addresses."""
 
 from __future__ import annotations
 

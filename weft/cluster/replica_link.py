@@ -59,7 +59,7 @@ class Drain(Struct, frozen=True, tag=True):
 
 
 class ReplicaStatus(Struct, frozen=True, tag=True):
-    """How a replica stands. It is sent when that changes, and every second as a heartbeat."""
+    """The status tells how a replica stands. It is sent when that changes, and every second as a heartbeat."""
 
     state: str
     """ready, restarting (its engine is being replaced: requests wait) or draining (none are taken)."""
@@ -96,7 +96,7 @@ class ReplicaReady(Struct, frozen=True, tag=True):
 
 
 class StepTokens(Struct, frozen=True, tag=True):
-    """What one or more steps brought to the requests of one edge."""
+    """The message holds what one or more steps brought to the requests of one edge."""
 
     tokens: dict[str, int]
     """The token of every request that got one token and nothing else, by request id."""

@@ -24,7 +24,7 @@ edge knew."""
 
 
 class ReplicaReport(Struct, frozen=True, kw_only=True):
-    """How one replica stands, in its own words."""
+    """The report of a replica says how it stands."""
 
     host: str = ""
     port: int = 0

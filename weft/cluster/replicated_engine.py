@@ -20,7 +20,7 @@ import logging
 import ssl
 import time
 import uuid
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from functools import partial
 from pathlib import Path
 
@@ -46,8 +46,8 @@ from weft.cluster.replica_link import (
     tls_context,
 )
 from weft.cluster.router import Router, RouteRequest
-from weft.engine.client import TICK_SECONDS, check_capacity, check_tensor_capacity
-from weft.engine.journal import Entry, Journal, Place, queued_tokens
+from weft.engine.client import TICK_SECONDS, check_capacity, open_entry
+from weft.engine.journal import Entry, Journal, Place
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
@@ -179,6 +179,8 @@ class ReplicaPool:
         self._pinned: dict[str, str] = {}
         """The replica that a held request is for, and no other."""
         self._held_since: dict[str, float] = {}
+        self._known_keys: dict[str, Sequence[bytes]] = {}
+        """The prefix keys of requests that were taken back: where many move at once, none are computed again."""
         self._router = Router()
         self._excluded: frozenset[str] | None = None
         """The replicas that take no requests now; None: not known since something changed."""
@@ -225,12 +227,7 @@ class ReplicaPool:
         """Queue a request, and return the entry where its events arrive. Raises Overloaded and Unavailable."""
         if self.state != "ready":
             raise Unavailable(f"The replicas are not available: {self.state}.")
-        if request.request_id in self._journal:
-            raise InvalidRequest(f"There is a request {request.request_id!r} already.", param="request_id")
-        self.check_capacity(request.tenant, queued_tokens(request))
-        if request.tensor_bytes:
-            check_tensor_capacity(self._journal.tensor_bytes, request, self.config.scheduler)
-        entry = self._journal.open(request)
+        entry = open_entry(self._journal, request, self.config.scheduler)
         self._held_since[entry.id] = time.monotonic()
         try:
             self._place(entry)
@@ -341,9 +338,11 @@ class ReplicaPool:
         return True
 
     def _route(self, entry: Entry) -> RouteRequest:
-        request = entry.request
+        request, keys = entry.request, self._known_keys.pop(entry.id, None)
+        if keys is None:
+            keys = prompt_digests(request, self.model.block_size) if len(self._replicas) > 1 else ()
         return RouteRequest(
-            prefix_keys=prompt_digests(entry.resumed(), self.model.block_size) if len(self._replicas) > 1 else (),
+            prefix_keys=keys,
             num_tokens=request.num_prompt_tokens + len(entry.delivered),
             adapter="" if request.adapter is None else request.adapter.name,
             tenant=request.tenant,
@@ -371,6 +370,7 @@ class ReplicaPool:
     def _forget(self, request_id: str) -> None:
         """Forget where a request is, when it has ended or is taken back."""
         self._held_since.pop(request_id, None)
+        self._known_keys.pop(request_id, None)
         self._pinned.pop(request_id, None)
         placed = self._where.pop(request_id, None)
         if placed is not None:
@@ -382,6 +382,7 @@ class ReplicaPool:
     def _take_back(self, entries: Iterable[Entry], *, is_evidence: bool = False) -> None:
         for entry in entries:
             is_guilty = is_evidence and entry.deaths >= TRIAL_DEATHS and entry.place is not Place.PROVEN
+            keys = self._where[entry.id][1].prefix_keys
             self._forget(entry.id)
             self._journal.take_back(entry, is_evidence=is_evidence)
             if is_guilty:
@@ -389,6 +390,8 @@ class ReplicaPool:
                 self._journal.record(Event(request_id=entry.id, finish=FinishReason.ERROR, error=error))
             else:
                 self._held_since[entry.id] = time.monotonic()
+                if keys:
+                    self._known_keys[entry.id] = keys
 
     # The table.
 
@@ -460,9 +463,11 @@ class ReplicaPool:
             return
         replica.link.abort()
         entries = list(replica.entries.values())
-        log.error(
-            "The replica %s is lost: %s. %d requests move.", replica.id, replica.failure or "it is gone", len(entries)
-        )
+        if self.state == "closed":
+            log.info("The replica %s is left: this server ends.", replica.id)
+        else:
+            why = replica.failure or "it is gone"
+            log.error("The replica %s is lost: %s. %d requests move.", replica.id, why, len(entries))
         replica.link = replica.status = None
         replica.knows_vocabulary = replica.is_full = False
         for owner, answer in self._calls.values():

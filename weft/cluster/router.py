@@ -68,7 +68,7 @@ class ReplicaLoad(Struct, frozen=True):
 
 
 class RouteRequest(Struct, frozen=True, eq=False):
-    """What a router must know of a request. It is compared by identity."""
+    """The part of a request that a router must know. It is compared by identity."""
 
     prefix_keys: Sequence[bytes] = ()
     """The digests of its prompt, the first one first (`scheduler/prefix_digests`)."""

@@ -75,6 +75,17 @@ def check_tensor_capacity(held: int, request: Request, limits: SchedulerOptions)
         )
 
 
+def open_entry(journal: Journal, request: Request, limits: SchedulerOptions) -> Entry:
+    """Write a request to the journal. Raises InvalidRequest for an id that is open, and Overloaded where there is no
+    capacity."""
+    if request.request_id in journal:
+        raise InvalidRequest(f"There is a request {request.request_id!r} already.", param="request_id")
+    check_capacity(journal.waiting, request.tenant, queued_tokens(request), limits)
+    if request.tensor_bytes:
+        check_tensor_capacity(journal.tensor_bytes, request, limits)
+    return journal.open(request)
+
+
 def _fits(total: int, own: int, size: int, num_tenants: int, limit: int) -> bool:
     if total + size <= limit or size == 0:
         return True
@@ -187,12 +198,7 @@ class EngineClient:
         """Queue a request, and return the entry where its events arrive. Raises Overloaded and Unavailable."""
         if self.state in ("failed", "closed", "starting"):
             raise Unavailable(f"The engine is not available: {self.state}.")
-        if request.request_id in self._journal:
-            raise InvalidRequest(f"There is a request {request.request_id!r} already.", param="request_id")
-        self.check_capacity(request.tenant, queued_tokens(request))
-        if request.tensor_bytes:
-            check_tensor_capacity(self._journal.tensor_bytes, request, self.config.scheduler)
-        entry = self._journal.open(request)
+        entry = open_entry(self._journal, request, self.config.scheduler)
         try:
             self._dispatch()
         except Exception:

@@ -138,7 +138,7 @@ class Done(Struct, frozen=True, tag=True):
 
 
 class PrefixDigests(Struct, frozen=True, tag=True):
-    """What has changed in the prefix cache since the last such message, as digests of blocks
+    """The message that tells what has changed in the prefix cache since the last one, as digests of blocks
     (`scheduler/prefix_digests`)."""
 
     reset: bool
