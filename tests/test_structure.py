@@ -86,7 +86,7 @@ CORE = [
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "os.system"}
 
-MAX_FILES = 330
+MAX_FILES = 331
 MAX_LINES = 66_500
 SMALL_LINES = 80
 SMALL_ON_PURPOSE = {

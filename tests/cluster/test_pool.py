@@ -10,7 +10,7 @@ from tests.cluster.test_link import KEY, Served, on_a_loop, request, served
 from tests.engine.test_client import FILES
 from tests.waiting import PATIENCE, until
 from weft.cluster.membership import ReplicaAddress, ReplicaState, ReplicaTable
-from weft.cluster.replicated_engine import ReplicaPool
+from weft.cluster.replica_pool import ReplicaPool
 from weft.engine.wire import StepOutput
 from weft.options import Config, EngineOptions
 from weft.types import EngineStats, Event, FinishReason
