@@ -32,6 +32,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_CACHE_SALT = 256
+MAX_SESSION = 512
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -169,6 +170,13 @@ def check_cache_salt(cache_salt: str) -> None:
         )
 
 
+def check_session(session: str, param: str) -> str:
+    """Return the name of a session. Raises InvalidRequest for one that is too long."""
+    if len(session) > MAX_SESSION:
+        raise InvalidRequest(f"{param} has {len(session)} characters; at most {MAX_SESSION}.", param=param)
+    return session
+
+
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     # Written so that NaN is refused, and an integer too large for a float is still compared.
     if not low <= value <= high or (open_low and value == low):
@@ -282,6 +290,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """Of a tenant's waiting requests those of the lowest number go first."""
     tenant: str = ""
     """The tenant whose request it is: tenants get equal shares of the engine."""
+    session: str = ""
+    """Requests of one session are sent to one of several replicas, while that costs little."""
     sibling_of: str = ""
     """The id of a request with the same prompt, whose blocks this one shares as soon as they are computed."""
     pooling: Pooling | None = None
@@ -428,6 +438,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     shares_cache: bool = False
     """True: cached prompt blocks are shared with other tenants."""
+    session: str = ""
+    """The client's own name of a conversation: with several replicas its requests are sent to the same one."""
     adapter: str | None = None
     """The name of a LoRA adapter; None: the one called `default`, if there is one; empty: the model as it is."""
     sibling_of: str = ""
@@ -440,6 +452,12 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         if not self.tenant or self.shares_cache:
             return self.cache_salt
         return hashlib.blake2b(repr((self.tenant, self.cache_salt)).encode(), digest_size=16).hexdigest()
+
+    @property
+    def tenant_session(self) -> str:
+        """The session that the engine gets: short, and apart from other tenants' sessions of the same name."""
+        named = repr((self.tenant, self.session)).encode()
+        return hashlib.blake2b(named, digest_size=8).hexdigest() if self.session else ""
 
 
 class LoadLora(Struct, frozen=True, tag=True):

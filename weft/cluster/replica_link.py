@@ -35,7 +35,7 @@ from weft.engine.wire import (
 )
 from weft.errors import ConfigError
 from weft.options import ClusterOptions
-from weft.types import EngineStats, Event, ModelInfo
+from weft.types import EngineStats, Event, ImageModelInfo, ModelInfo, Request
 
 MAGIC = b"weft-cluster-1\n\0"
 NONCE_BYTES = 32
@@ -69,6 +69,13 @@ class ReplicaStatus(Struct, frozen=True, tag=True):
     """Images that its engine generates at the same time."""
     adapters: list[str] = []
     """The adapters that its engine was asked for last."""
+
+
+def load_tokens(request: Request, images: ImageModelInfo | None) -> int:
+    """Return the tokens of load that a request counts as: those of its prompt, or the cost of an image's steps."""
+    if request.image is None or images is None:
+        return request.num_prompt_tokens
+    return images.num_tokens * request.image.passes_per_step * request.image.steps
 
 
 def load_of(replica: str, status: ReplicaStatus, *, is_draining: bool = False) -> ReplicaLoad:

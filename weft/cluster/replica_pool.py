@@ -31,6 +31,7 @@ from weft.cluster.replica_link import (
     StepTokens,
     connect,
     load_of,
+    load_tokens,
 )
 from weft.cluster.router import Router, RouteRequest
 from weft.engine.client import TICK_SECONDS, check_capacity, open_entry
@@ -81,8 +82,8 @@ class _Replica:
         """The open requests that it has."""
         self.trial = ""
         """The request that is on trial here; empty: none."""
-        self.is_full = False
-        """True when it refused a request since it said how it stands."""
+        self.full_for: set[str] = set()
+        """The tenants that it took no more requests of since it said how it stands."""
         self.knows_vocabulary = False
         self.heard = True
         self.failure = ""
@@ -140,6 +141,8 @@ class ReplicaPool:
         self._router = Router()
         self._excluded: frozenset[str] | None = None
         """The replicas that take no requests now; None: not known since something changed."""
+        self._full: set[_Replica] = set()
+        """Those that take no requests of some tenants now."""
         self._past: dict[str, EngineStats] = {}
         """The counters of every replica's process so far, those that are gone among them."""
         self._forgotten = EngineStats()
@@ -264,14 +267,20 @@ class ReplicaPool:
     # Which replica.
 
     def _dispatch(self) -> None:
-        """Send the requests that are held to replicas that take them."""
+        """Send the requests that are held to replicas that take them. A tenant that must wait holds up no other."""
+        waiting: set[str] = set()
         for entry in list(self._journal.held.values()):
-            if not self._place(entry):
+            if len(self._excluded_now) == len(self._replicas):
                 return
+            if entry.request.tenant not in waiting and not self._place(entry):
+                waiting.add(entry.request.tenant)
 
     def _place(self, entry: Entry) -> bool:
-        """Send a request to a replica. Return False when it must wait, as others would have to."""
+        """Send a request to a replica. Return False when it must wait, as others of its tenant would have to."""
+        tenant = entry.request.tenant
         excluded = self._excluded_now
+        if self._full:
+            excluded = excluded | {one.id for one in self._full if tenant in one.full_for}
         if entry.deaths >= TRIAL_DEATHS:
             excluded = excluded | {one.id for one in self._replicas.values() if one.trial}
         if len(excluded) >= len(self._replicas):
@@ -299,8 +308,9 @@ class ReplicaPool:
             keys = prompt_digests(request, self.model.block_size) if len(self._replicas) > 1 else ()
         return RouteRequest(
             prefix_keys=keys,
-            num_tokens=request.num_prompt_tokens + len(entry.delivered),
+            num_tokens=load_tokens(request, self.model.images) + len(entry.delivered),
             adapter="" if request.adapter is None else request.adapter.name,
+            session=request.session,
             tenant=request.tenant,
             is_image=request.image is not None,
         )
@@ -318,7 +328,7 @@ class ReplicaPool:
     def _excluded_now(self) -> Set[str]:
         """The replicas that take no requests now. While an engine is replaced its replica is the last choice."""
         if self._excluded is None:
-            states = {one.id: "full" if one.is_full else one.state for one in self._replicas.values()}
+            states = {one.id: one.state for one in self._replicas.values()}
             usable = "ready" if "ready" in states.values() else "restarting"
             self._excluded = frozenset(name for name, state in states.items() if state != usable)
         return self._excluded
@@ -425,7 +435,8 @@ class ReplicaPool:
             why = replica.failure or "it is gone"
             log.error("The replica %s is lost: %s. %d requests move.", replica.id, why, len(entries))
         replica.link = replica.status = None
-        replica.knows_vocabulary = replica.is_full = False
+        replica.knows_vocabulary = False
+        self._is_not_full(replica)
         for owner, answer in self._calls.values():
             if owner is replica and not answer.done():
                 answer.set_exception(Unavailable(f"The replica {replica.id} was lost before it was done."))
@@ -446,8 +457,10 @@ class ReplicaPool:
                     case Started(request_ids=request_ids):
                         self._journal.started(request_ids)
                     case NotTaken(request_id=request_id) if request_id in replica.entries:
-                        replica.is_full, self._excluded = True, None
-                        self._take_back([replica.entries[request_id]])
+                        entry = replica.entries[request_id]
+                        replica.full_for.add(entry.request.tenant)
+                        self._full.add(replica)
+                        self._take_back([entry])
                         self._dispatch()
                     case PrefixDigests(reset=reset, added=added, removed=removed):
                         self._router.cached(replica.id, added, removed, reset=reset)
@@ -477,9 +490,10 @@ class ReplicaPool:
 
     def _take_status(self, replica: _Replica, status: ReplicaStatus) -> None:
         is_new = replica.status is None
-        if is_new or replica.is_full or status.state != replica.state:
+        if is_new or status.state != replica.state:
             self._excluded = None
-        replica.status, replica.is_full = status, False
+        replica.status = status
+        self._is_not_full(replica)
         self._past[replica.boot] = status.stats
         if len(self._past) > MAX_PAST_REPLICAS + len(self._replicas):
             living = {one.boot for one in self._replicas.values()}
@@ -491,16 +505,21 @@ class ReplicaPool:
         if self._journal.held:
             self._dispatch()
 
+    def _is_not_full(self, replica: _Replica) -> None:
+        replica.full_for.clear()
+        self._full.discard(replica)
+
     def _deliver(self, tokens: dict[str, int], events: list[Event]) -> None:
         self._journal.record_tokens(tokens)
         for event in events:
             entry_id = event.request_id
             if event.finish is not None:
                 self._forget(entry_id)
-            elif (event.cached_tokens is not None or event.denoise_step is not None) and entry_id in self._where:
-                # A request's first event at a replica is never a plain token.
+            elif event.cached_tokens is not None and entry_id in self._where:
+                # A request's first event at a replica is never a plain token. An image counts until it ends.
                 replica, route = self._where[entry_id]
-                self._router.began(replica.id, route)
+                if not route.is_image:
+                    self._router.began(replica.id, route)
             self._journal.record(event)
         if self._journal.held:
             self._dispatch()

@@ -34,6 +34,7 @@ from weft.cluster.replica_link import (
     ReplicaStatus,
     StepTokens,
     load_of,
+    load_tokens,
 )
 from weft.cluster.router import ReplicaLoad
 from weft.engine.client import TICK_SECONDS, EngineClient
@@ -114,6 +115,12 @@ class _Edge:
         relayed = _Relayed(entry)
         self._requests[request_id] = self._unstarted[request_id] = relayed
         entry.listener = partial(self._hear, request_id, relayed)
+
+    @property
+    def image_tokens(self) -> int:
+        """The cost of the denoise steps of its open images."""
+        asked = (relayed.entry.request for relayed in self._requests.values())
+        return sum(load_tokens(request, self._client.model.images) for request in asked if request.image is not None)
 
     def abort(self, request_id: str) -> None:
         relayed = self._requests.pop(request_id, None)
@@ -398,9 +405,11 @@ class ReplicaServer:
 
     def _status(self) -> ReplicaStatus:
         state = "draining" if self.is_draining else self.client.state
-        waiting = self.client.waiting.total
+        stats, waiting_tokens = self.client.stats(), self.client.waiting.total.tokens
+        if stats.images_running or stats.images_waiting:
+            waiting_tokens += sum(edge.image_tokens for edge in self._edges)
         slots = self.client.config.scheduler.max_num_images or MAX_NUM_IMAGES
-        return ReplicaStatus(state, self.client.stats(), waiting.tokens, slots, list(self._adapters))
+        return ReplicaStatus(state, stats, waiting_tokens, slots, list(self._adapters))
 
     async def _watch(self) -> None:
         """Tell edges how this replica stands, and leave those that are silent or do not read. A tick that comes late

@@ -62,7 +62,7 @@ class ReplicaLoad(Struct, frozen=True):
     replica: str
     waiting: int = 0
     waiting_tokens: int = 0
-    """Tokens of the prompts of waiting requests; images count by the cost of their denoise steps."""
+    """Tokens of the prompts of waiting requests, and of images, until they end, the cost of their denoise steps."""
     running: int = 0
     kv_usage: float = 0.0
     """The part of the KV cache's blocks that running requests hold, from 0 to 1."""
@@ -276,7 +276,7 @@ class Router:
         replica.unreported_images += request.is_image
         self._count_prefill(replica, request.tenant, missing)
         self._place(replica)
-        if request.session:
+        if request.session and not request.is_image:
             self._sessions[request.session] = name
             self._sessions.move_to_end(request.session)
             if len(self._sessions) > MAX_SESSIONS:

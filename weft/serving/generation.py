@@ -68,7 +68,8 @@ class Generation:
             priority = LOWEST_PRIORITY
         elif able.priority:
             priority = context.keys.priority_of(context.tenant, priority, has_shares=able.fair_shares)
-        return replace(request, priority=priority, shares_cache=context.config.server.share_prefix_cache)
+        session, shares = context.session or request.session, context.config.server.share_prefix_cache
+        return replace(request, priority=priority, session=session, shares_cache=shares)
 
     async def run(self, take: TakeOf) -> None:
         """Submit the requests and give every output to `take`. Raises RateLimited, what the engine refuses, and the
