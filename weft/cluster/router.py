@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import islice
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from weft.scheduler.prefix_digests import MAX_PUBLISHED
 
@@ -86,10 +87,12 @@ class RouteRequest(Struct, frozen=True, eq=False):
 
 
 class _Submitted(Struct):
-    prefill_tokens: int
-    """Tokens of its prompt that are to be computed; 0 once it has begun to be answered."""
+    missing: int
+    """Tokens of its prompt that are to be computed."""
     report: int
     """The number of reports that the replica had made when the request was submitted."""
+    waits: bool = True
+    """False once it has begun to be answered."""
 
 
 class _Replica:
@@ -104,12 +107,12 @@ class _Replica:
         self.digests: set[bytes] = set()
         self.open: dict[RouteRequest, _Submitted] = {}
         self.prefill_tokens = 0
-        """Tokens of the prompts of open requests that are to be computed."""
+        """Tokens of the prompts of waiting requests that are to be computed."""
         self.others = 0.0
         """The load that it had by its last report, less that of this edge's own requests."""
         self.unreported_images = 0
         self.tenants: dict[str, int] = {}
-        """The same tokens by tenant; only tenants that have some."""
+        """The load of waiting requests by tenant; only tenants that have some."""
         self.bucket = -1
 
     @property
@@ -122,7 +125,7 @@ class _Replica:
         tenants computes before it."""
         tokens = self.tokens
         if self.tenants and (len(self.tenants) > 1 or tenant not in self.tenants):
-            share = self.tenants.get(tenant, 0) + missing
+            share = self.tenants.get(tenant, 0) + missing + RUNNING_TOKENS
             for other, waiting in islice(self.tenants.items(), MAX_TENANTS):
                 if waiting > share and other != tenant:
                     tokens -= waiting - share
@@ -191,7 +194,7 @@ class Router:
         self._chosen: tuple[RouteRequest, _Replica, int] | None = None
         """The last choice, and how many of the request's keys the replica had cached: most often it is sent there."""
         self._tenants: dict[str, int] = {}
-        """Tokens of prompts that are to be computed, by tenant; only tenants that have some."""
+        """The load of waiting requests by tenant; only tenants that have some."""
 
     # What replicas there are, and how they are.
 
@@ -274,7 +277,12 @@ class Router:
         missing = max(0, request.num_tokens - depth * self._tokens_per_key)
         replica.open[request] = _Submitted(missing, replica.reports)
         replica.unreported_images += request.is_image
-        self._count_prefill(replica, request.tenant, missing)
+        self._count_waiting(replica, request.tenant, missing, 1)
+        if request.adapter and request.adapter not in replica.load.adapters:
+            # It will read it now: others need not do so until it reports.
+            adapters = *replica.load.adapters, request.adapter
+            self._set_adapters(replica, adapters)
+            replica.load = replace(replica.load, adapters=adapters)
         self._place(replica)
         if request.session and not request.is_image:
             self._sessions[request.session] = name
@@ -285,9 +293,10 @@ class Router:
     def began(self, name: str, request: RouteRequest) -> None:
         """Take in that the first token of an answer has come: the prompt does not wait any more."""
         replica = self._replicas.get(name)
-        if replica is not None and (submitted := replica.open.get(request)) is not None:
-            self._count_prefill(replica, request.tenant, -submitted.prefill_tokens)
-            submitted.prefill_tokens = 0
+        submitted = None if replica is None else replica.open.get(request)
+        if replica is not None and submitted is not None and submitted.waits:
+            submitted.waits = False
+            self._count_waiting(replica, request.tenant, -submitted.missing, -1)
             self._place(replica)
 
     def ended(self, name: str, request: RouteRequest) -> None:
@@ -297,7 +306,8 @@ class Router:
             return
         if submitted.report == replica.reports:
             replica.unreported_images -= request.is_image
-        self._count_prefill(replica, request.tenant, -submitted.prefill_tokens)
+        if submitted.waits:
+            self._count_waiting(replica, request.tenant, -submitted.missing, -1)
         self._place(replica)
 
     # The choice.
@@ -382,7 +392,7 @@ class Router:
         self._forget_digests(replica, list(replica.digests))
         self._set_adapters(replica, ())
         for tenant, tokens in list(replica.tenants.items()):
-            self._count_prefill(replica, tenant, -tokens)
+            self._count_waiting(replica, tenant, -tokens, 0)
         self._buckets.remove(replica)
         self._allowed &= ~replica.bit
         self._with_image_slots &= ~replica.bit
@@ -415,12 +425,11 @@ class Router:
         for adapter in adapters:
             self._adapters[adapter] = self._adapters.get(adapter, 0) | replica.bit
 
-    def _count_prefill(self, replica: _Replica, tenant: str, tokens: int) -> None:
-        if not tokens:
-            return
-        replica.prefill_tokens += tokens
+    def _count_waiting(self, replica: _Replica, tenant: str, missing: int, requests: int) -> None:
+        """Count requests of a tenant that wait with so many tokens to compute; negative numbers: that wait no more."""
+        replica.prefill_tokens += missing
         for counts in (replica.tenants, self._tenants):
-            left = counts.get(tenant, 0) + tokens
+            left = counts.get(tenant, 0) + missing + requests * RUNNING_TOKENS
             if left:
                 counts[tenant] = left
             else:
