@@ -69,7 +69,7 @@ def expect_engine_early(words: list[str]) -> None:
 
     with suppress(ConfigError):  # it is told when flags are parsed
         config = load()
-        if not config.fleet.models_file:
+        if not config.model_pool.models_file:
             expect_engine(config)
 
 
@@ -105,7 +105,7 @@ def serve(config: Config) -> None:
     if not config.server.data_dir:
         data_dir = str(home() / "data" / str(config.server.port))
         config = replace(config, server=replace(config.server, data_dir=data_dir))
-    if not config.fleet.models_file:
+    if not config.model_pool.models_file:
         expect_engine(config)
         from weft.api.server import serve
 
@@ -115,7 +115,7 @@ def serve(config: Config) -> None:
     from weft.backends.configured_models import ModelsFromFile
 
     roster = ModelsFromFile(config)
-    if config.fleet.check_models:
+    if config.model_pool.check_models:
         _check_models(roster)
     else:
         serve_models(roster, config)
@@ -415,7 +415,7 @@ def check_config(
     try:
         config = load(file=path, places=places)
         check_server(config)
-        if config.fleet.models_file:
+        if config.model_pool.models_file:
             ModelsFromFile(config)
         else:
             chosen_engines(config)

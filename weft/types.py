@@ -32,7 +32,6 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_CACHE_SALT = 256
-MAX_SESSION = 512
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -168,13 +167,6 @@ def check_cache_salt(cache_salt: str) -> None:
         raise InvalidRequest(
             f"cache_salt has {len(cache_salt)} characters; at most {MAX_CACHE_SALT}.", param="cache_salt"
         )
-
-
-def check_session(session: str, param: str) -> str:
-    """Return the name of a session. Raises InvalidRequest for one that is too long."""
-    if len(session) > MAX_SESSION:
-        raise InvalidRequest(f"{param} has {len(session)} characters; at most {MAX_SESSION}.", param=param)
-    return session
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

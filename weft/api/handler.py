@@ -24,7 +24,8 @@ from weft.errors import WeftError
 from weft.serving.admission import Admission, ClientGone, RequestContext, no_hang_up
 from weft.serving.generation import Generation
 from weft.serving.output_reader import CollectedOutput
-from weft.types import GenerationRequest, Output, Usage, check_session
+from weft.serving.request import check_session
+from weft.types import GenerationRequest, Output, Usage
 
 log = logging.getLogger(__name__)
 

@@ -43,10 +43,7 @@ class PrefixCache:
         full = (len(cursor.tokens) - 1) // self._block_size
         found = find_prefix(self._pool, (cursor.keys.of(cursor.tokens, i) for i in range(full)))
         if self._published is not None:
-            # The tail first: the head of a chain, which others may share, is kept for longest.
-            for i in reversed(range(len(found))):
-                if is_published(i):
-                    self._published.use(cursor.keys.of(cursor.tokens, i))
+            self._published.found([cursor.keys.of(cursor.tokens, i) for i in range(len(found)) if is_published(i)])
         return found
 
     def remember(self, cursor: RowCursor, start: int, stop: int) -> None:

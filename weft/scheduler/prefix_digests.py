@@ -65,6 +65,11 @@ class PublishedKeys:
         else:
             self._added[key] = None
 
+    def found(self, keys: list[bytes]) -> None:
+        """Note the keys of a chain that was found, its head as the last one used: others may share that."""
+        for key in reversed(keys):
+            self.use(key)
+
     def remove(self, key: bytes) -> None:
         """Remove a key that is not cached any more, if it was told of."""
         if key in self._keys:

@@ -13,7 +13,8 @@ from weft.api.body import Fields, client_tools
 from weft.api.openai.openai_schema import MODEL_S_OWN, SESSION, TOOL_NAME, Items, Name, ReasoningEffort
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
-from weft.types import MAX_SESSION, Usage
+from weft.serving.request import MAX_SESSION
+from weft.types import Usage
 
 
 def _blocks_of(*types: str) -> Callable[[object], object]:

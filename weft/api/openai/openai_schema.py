@@ -22,8 +22,8 @@ from typing_extensions import TypedDict
 from weft.api.body import Fields, client_tools, honoured_fields
 from weft.errors import InvalidRequest, shown
 from weft.payloads import MAX_BYTES, MAX_DIMENSIONS
-from weft.serving.request import FieldReport
-from weft.types import MAX_LOGPROBS, MAX_SESSION
+from weft.serving.request import MAX_SESSION, FieldReport
+from weft.types import MAX_LOGPROBS
 
 MAX_PAIRS = 128
 

@@ -23,8 +23,7 @@ from weft.api.openai.openai_schema import (
 )
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
-from weft.serving.request import FieldReport
-from weft.types import MAX_SESSION
+from weft.serving.request import MAX_SESSION, FieldReport
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
