@@ -174,13 +174,15 @@ def test_requests_of_one_session_run_at_one_replica(edge: Edge, replicas: list[R
         ({}, {"x-session-id": "t"}, [0, 2]),
     ):
         wait_until(lambda: running() == [0, 0], "free replicas")
+        reading: list[Iterator[str]] = []
         with ExitStack() as stack:
             for prompt in ("over", "under"):
                 asked = {**body, **fields, "prompt": prompt}
                 answer = stack.enter_context(
                     httpx.stream("POST", edge.url + "/v1/completions", json=asked, headers=headers, timeout=PATIENCE)
                 )
-                next(answer.iter_lines())
+                next(lines := answer.iter_lines())
+                reading.append(lines)  # an iterator that goes hangs up
             wait_until(lambda expected=expected: running() == expected, f"{expected} requests")
 
 
