@@ -263,6 +263,10 @@ class Link(FrameReader):
         body = await self.body()
         return None if body is None else decoded(_from_replica, body)
 
+    async def follow_replica(self, take: Callable[[FromReplica], None]) -> None:
+        """Give every message of a replica to `take` as it arrives, until it is gone. Raises BrokenFrame."""
+        await self.follow(lambda body: take(decoded(_from_replica, body)))
+
 
 def _proof(key: bytes, who: bytes, replica_nonce: bytes, edge_nonce: bytes) -> bytes:
     """Return a side's proof. The two sides' differ, so that none can be sent back as the other's."""

@@ -152,12 +152,13 @@ class _Edge:
         tokens: dict[str, int] = {}
         events: list[Event] = []
         for request_id, relayed in self._arrived.items():
-            arrived = relayed.entry.take()
+            entry = relayed.entry
+            arrived, entry.arrived = entry.arrived, []
             if len(arrived) == 1 and isinstance(token := arrived[0], int):
                 tokens[request_id] = token
             else:
                 events += _events(request_id, relayed, arrived)
-            if not relayed.entry.is_open:
+            if not entry.is_open:
                 del self._requests[request_id]
                 self._unstarted.pop(request_id, None)
         self._arrived.clear()
@@ -402,11 +403,20 @@ class ReplicaServer:
         slots = self.client.config.scheduler.max_num_images or MAX_NUM_IMAGES
         return ReplicaStatus(state, self.client.stats(), waiting.tokens, slots, list(self._adapters))
 
+    def _shape(self) -> tuple[object, ...]:
+        """Return what edges are told of at once when it changes. Counters, and the last percent of the KV cache, wait
+        for the next heartbeat."""
+        stats, waiting = self.client.gauges, self.client.waiting.total
+        kv_percent = 100 * stats.blocks_used // (stats.blocks_total or 1)
+        images = stats.images_running, stats.images_waiting
+        state = self.is_draining, self.client.state, stats.prepared, self.client.restarts
+        return state, waiting.requests, waiting.tokens, stats.running, kv_percent, images, tuple(self._adapters)
+
     async def _watch(self) -> None:
         """Tell edges how this replica stands, and leave those that are silent or do not read. A tick that comes late
         itself counts once."""
         allowed = self.client.config.engine.heartbeat_timeout_s / STATUS_SECONDS
-        last, ticks = self._status(), 0
+        last, ticks = self._shape(), 0
         while True:
             await asyncio.sleep(STATUS_SECONDS)
             if self.client.state == "failed":
@@ -414,9 +424,9 @@ class ReplicaServer:
                 for edge in list(self._edges):
                     edge.link.abort()
                 continue
-            status, ticks = self._status(), ticks + 1
-            told = frame(status) if status != last or ticks % TICKS_PER_HEARTBEAT == 0 else b""
-            last = status
+            shape, ticks = self._shape(), ticks + 1
+            told = frame(self._status()) if shape != last or ticks % TICKS_PER_HEARTBEAT == 0 else b""
+            last = shape
             for edge in list(self._edges):
                 edge.missed = 0 if edge.heard and not edge.link.is_paused else edge.missed + 1
                 edge.heard = False if ticks % TICKS_PER_HEARTBEAT == 0 else edge.heard

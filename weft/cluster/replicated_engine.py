@@ -34,6 +34,7 @@ from weft.checkpoint.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_pat
 from weft.checkpoint.model_files import ModelFiles
 from weft.cluster.membership import Membership, ReplicaAddress, ReplicaTable, static_membership
 from weft.cluster.replica_link import (
+    FromReplica,
     Link,
     NotAuthenticated,
     NotTaken,
@@ -480,29 +481,31 @@ class ReplicaPool:
 
     async def _read_forever(self, replica: _Replica, link: Link) -> None:
         try:
-            while (message := await link.read_from_replica()) is not None:
-                replica.heard = True
-                match message:
-                    case StepTokens(tokens=tokens, events=events):
-                        self._deliver(tokens, events)
-                    case ReplicaStatus():
-                        self._take_status(replica, message)
-                    case Started(request_ids=request_ids):
-                        self._journal.started(request_ids)
-                    case NotTaken(request_id=request_id) if request_id in replica.entries:
-                        replica.is_full, self._excluded = True, None
-                        self._take_back([replica.entries[request_id]])
-                        self._dispatch()
-                    case PrefixDigests(reset=reset, added=added, removed=removed):
-                        self._router.cached(replica.id, added, removed, reset=reset)
-                    case Done(number=number) if number in self._calls:
-                        _, answer = self._calls[number]
-                        if not answer.done():
-                            answer.set_result(message)
-                    case ReplicaReady():
-                        self._greet(replica, message)
+            await link.follow_replica(partial(self._take, replica))
         except BrokenFrame as error:
             replica.failure = f"it sent what is no message: {error}"
+
+    def _take(self, replica: _Replica, message: FromReplica) -> None:
+        replica.heard = True
+        match message:
+            case StepTokens(tokens=tokens, events=events):
+                self._deliver(tokens, events)
+            case ReplicaStatus():
+                self._take_status(replica, message)
+            case Started(request_ids=request_ids):
+                self._journal.started(request_ids)
+            case NotTaken(request_id=request_id) if request_id in replica.entries:
+                replica.is_full, self._excluded = True, None
+                self._take_back([replica.entries[request_id]])
+                self._dispatch()
+            case PrefixDigests(reset=reset, added=added, removed=removed):
+                self._router.cached(replica.id, added, removed, reset=reset)
+            case Done(number=number) if number in self._calls:
+                _, answer = self._calls[number]
+                if not answer.done():
+                    answer.set_result(message)
+            case ReplicaReady():
+                self._greet(replica, message)
 
     def _greet(self, replica: _Replica, ready: ReplicaReady) -> None:
         """Begin with a replica, unless it has another model."""
