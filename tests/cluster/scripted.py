@@ -100,9 +100,7 @@ def run_scripted(step_s: float, request_s: float, sock: socket.socket) -> None:
     start = channel.inbox.get()
     assert isinstance(start, Start)
     folder = Path(start.files.path)
-    facts, tokenizer = (
-        msgspec.json.decode((folder / name).read_bytes()) for name in ("config.json", "tokenizer.json")
-    )
+    facts, tokenizer = (msgspec.json.decode((folder / name).read_bytes()) for name in ("config.json", "tokenizer.json"))
     model = ModelInfo(
         name=start.config.model.served_model_name or start.files.name,
         max_model_len=facts["max_position_embeddings"],
