@@ -1,11 +1,11 @@
 """What an edge costs beside direct serving: `python -m tests.cluster.edge_overhead`, in about three minutes.
 
-A server with an engine of its own, and an edge with one replica, answer the same requests in turns: at 1 connection with
-the default model, or another that is named; at 256 connections with a scripted engine (tests/cluster/scripted.py), which
-steps as a GPU would, in 8 ms and 0.05 ms for every request. 256 streams of a real model on a few cores would tell of the
-cores alone. Told are the medians over rounds of tokens a second, the time to the first token over all requests but each
-connection's first, and the CPU time that the api process (an edge's or a server's) and the replica's server take for a
-token. What the edge costs is the median of the rounds' own differences.
+A server with an engine of its own, and an edge with one replica, answer the same requests in turns: at 1 connection
+with the default model, or another that is named; at 256 connections with a scripted engine (tests/cluster/scripted.py),
+which steps as a GPU would, in 8 ms and 0.05 ms for every request. 256 streams of a real model on a few cores would tell
+of the cores alone. Told are the medians over rounds of tokens a second, the time to the first token over all requests
+but each connection's first, and the CPU time that the api process (an edge's or a server's) and the replica's server
+take for a token. What the edge costs is the median of the rounds' own differences.
 """
 
 from __future__ import annotations

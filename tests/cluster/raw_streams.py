@@ -72,8 +72,13 @@ class StreamClient(asyncio.Protocol):
         self._received.clear()
         self._done, self._first_s = asyncio.get_running_loop().create_future(), 0.0
         self._began = time.perf_counter()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-        self._transport.write(head.encode() + content)
+        head = (
+            "POST /v1/completions HTTP/1.1",
+            "host: localhost",
+            "content-type: application/json",
+            f"content-length: {len(content)}",
+        )
+        self._transport.write("\r\n".join((*head, "", "")).encode() + content)
         async with asyncio.timeout(PATIENCE):
             return await self._done
 

@@ -1,6 +1,6 @@
-"""Real servers, edges and replicas whose engine is a script: `python -m tests.cluster.scripted serve|replica ...` is the
-command `weft` with an engine process that has no model. It speaks the real wire, steps as long as a GPU would, and gives
-every request the tokens that its prompt and their positions make: those of any two engines are the same.
+"""Real servers, edges and replicas whose engine is a script: `python -m tests.cluster.scripted serve|replica ...` is
+the command `weft` with an engine process that has no model. It speaks the real wire, steps as long as a GPU would, and
+gives every request the tokens that its prompt and their positions make: those of any two engines are the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path

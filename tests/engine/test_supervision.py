@@ -28,8 +28,8 @@ from weft.backends.native import NativeEngine, NativeStream, start_native
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine import client
-from weft.engine.process import EngineProcess, EngineThread, launch_engine
 from weft.engine.client import EngineClient
+from weft.engine.process import EngineProcess, EngineThread, launch_engine
 from weft.engine.wire import FromEngine, Started, StepOutput
 from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
 from weft.hub.resolve import resolve

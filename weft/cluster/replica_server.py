@@ -51,6 +51,7 @@ from weft.engine.wire import (
     frame,
 )
 from weft.errors import ConfigError, Overloaded, Unavailable, WeftError
+from weft.observe.traces import ReplicaSpan, Traces, open_traces
 from weft.options import Config
 from weft.types import Arrival, Event, FinishReason, LatentCheckpoint, Request
 
@@ -82,13 +83,16 @@ class _Relayed(Struct, eq=False):
     has_started: bool = False
     checkpoint: LatentCheckpoint | None = None
     """The newest that was sent."""
+    span: ReplicaSpan | None = None
+    """None: it is not traced."""
 
 
 class _Edge:
     """One edge, while it is connected. Its request ids get a prefix, so that those of several edges do not collide."""
 
-    def __init__(self, link: Link, number: int, client: EngineClient) -> None:
+    def __init__(self, link: Link, number: int, client: EngineClient, traces: Traces | None = None) -> None:
         self.link = link
+        self._traces = traces
         self.name = "unnamed"
         self.missed = 0
         self.heard = True
@@ -114,6 +118,9 @@ class _Edge:
         relayed = _Relayed(entry)
         self._requests[request_id] = self._unstarted[request_id] = relayed
         entry.listener = partial(self._hear, request_id, relayed)
+        if self._traces is not None and (span := self._traces.begin_at_replica(request)) is not None:
+            relayed.span = span
+            entry.listener = partial(self._hear_traced, request_id, relayed, span)
 
     def abort(self, request_id: str) -> None:
         relayed = self._requests.pop(request_id, None)
@@ -121,6 +128,8 @@ class _Edge:
             self._unstarted.pop(request_id, None)
             self._arrived.pop(request_id, None)
             self._client.abort(relayed.entry.id)
+            if relayed.span is not None:
+                relayed.span.end(FinishReason.ABORT)
 
     def leave(self) -> None:
         """Abort all that it asked for."""
@@ -142,6 +151,10 @@ class _Edge:
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._flush)
+
+    def _hear_traced(self, request_id: str, relayed: _Relayed, span: ReplicaSpan) -> None:
+        span.saw(relayed.entry.arrived[-1], self._client.engine_pid)
+        self._hear(request_id, relayed)
 
     def _flush(self) -> None:
         """Send what has arrived, unless the edge does not read: then it gathers in the entries, which their requests
@@ -209,8 +222,10 @@ class ReplicaServer:
         key: bytes,
         tls: ssl.SSLContext | None = None,
         digests: PublishedDigests | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self.client = client
+        self._traces = traces
         self._digests = digests or PublishedDigests()
         self._digests.server = self
         self.port = 0
@@ -278,6 +293,8 @@ class ReplicaServer:
         if self._listener is not None:
             self._listener.close()
         await self.client.close()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
     # Connections.
 
@@ -325,7 +342,7 @@ class ReplicaServer:
 
     async def _serve(self, link: Link, peer: str) -> None:
         self._num_edges += 1
-        edge = _Edge(link, self._num_edges, self.client)
+        edge = _Edge(link, self._num_edges, self.client, self._traces)
         self._edges.add(edge)
         try:
             while (message := await link.read_from_edge()) is not None:
@@ -461,9 +478,10 @@ async def serve_replica(
     """Load a model, and serve it to edges that know the key. The server, which is returned, listens at its `port`."""
     native = replace(config, backend=replace(config.backend, engine="native"))
     digests = PublishedDigests()
+    traces = open_traces(config.server.otlp_endpoint) if config.server.otlp_endpoint else None
     engine = await load_safely(partial(start_native, files=files, on_digests=digests.take), native)
     assert isinstance(engine, NativeEngine) and isinstance(engine.client, EngineClient)
-    server = ReplicaServer(engine.client, key, tls, digests)
+    server = ReplicaServer(engine.client, key, tls, digests, traces)
     engine.text.close()
     try:
         await server.listen(host, port)

@@ -329,7 +329,10 @@ class ReplicaPool:
         if entry.request.params.grammar and self.vocabulary is not None and not replica.knows_vocabulary:
             replica.send(self.vocabulary)
             replica.knows_vocabulary = True
-        replica.send(Submit([entry.resumed()]))
+        request = entry.resumed()
+        if request.trace is not None:
+            request = replace(request, trace=replace(request.trace, replica=name))
+        replica.send(Submit([request]))
         self._journal.queue(entry)
         self._where[entry.id] = replica, route
         self._held_since.pop(entry.id, None)
@@ -474,6 +477,9 @@ class ReplicaPool:
         for owner, answer in self._calls.values():
             if owner is replica and not answer.done():
                 answer.set_exception(Unavailable(f"The replica {replica.id} was lost before it was done."))
+        for entry in entries:
+            if (trace := entry.request.trace) is not None:
+                entry.request = replace(entry.request, trace=replace(trace, moves=trace.moves + 1))
         self._take_back(entries, is_evidence=is_evidence)
         self._moved += len(entries)
         self._tell_router()
