@@ -24,6 +24,8 @@ from weft.types import EngineStats, Event, FinishReason, ModelInfo, Request
 MODULE = "tests.cluster.scripted"
 STEP_MS = "SCRIPTED_STEP_MS"
 """The variable with the milliseconds of a step, and after a comma those that every request in it adds."""
+HOLD = "SCRIPTED_HOLD"
+"""The variable with a number of tokens and, after a comma, a file: no request gets more before there is the file."""
 NUM_BLOCKS, BLOCK_SIZE = 1 << 16, 16
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -47,7 +49,10 @@ class _Running(Struct):
 class ScriptedSteps:
     """The requests of a scripted engine, and the steps in which they get a token each."""
 
-    def __init__(self, channel: Channel, vocabulary: dict[str, int]) -> None:
+    def __init__(self, channel: Channel, vocabulary: dict[str, int], hold: str) -> None:
+        num_tokens, _, file = hold.partition(",")
+        self._hold_at = int(num_tokens)
+        self._held_until = Path(file)
         self._channel = channel
         self._vocabulary = vocabulary
         self._running: dict[str, _Running] = {}
@@ -70,7 +75,10 @@ class ScriptedSteps:
     def step(self) -> None:
         tokens: dict[str, int] = {}
         events: list[Event] = []
+        is_held = bool(self._hold_at) and not self._held_until.exists()
         for request_id, running in list(self._running.items()):
+            if is_held and running.num_made >= self._hold_at:
+                continue
             token = self._vocabulary[next(running.letters)]
             running.num_made += 1
             if running.num_made == running.request.params.max_tokens:
@@ -93,7 +101,7 @@ class ScriptedSteps:
         )  # fmt: skip
 
 
-def run_scripted(step_s: float, request_s: float, sock: socket.socket) -> None:
+def run_scripted(step_s: float, request_s: float, hold: str, sock: socket.socket) -> None:
     """Serve the api process at a socket to its end."""
     channel = Channel(sock)
     start = channel.inbox.get()
@@ -110,7 +118,7 @@ def run_scripted(step_s: float, request_s: float, sock: socket.socket) -> None:
         dtype="float32",
     )
     channel.send(Ready(model, EngineStats()))
-    steps = ScriptedSteps(channel, tokenizer["model"]["vocab"])
+    steps = ScriptedSteps(channel, tokenizer["model"]["vocab"], hold)
     while not channel.closed.is_set():
         # What comes while a step is under way joins the next one.
         while not len(steps) or not channel.inbox.empty():
@@ -125,15 +133,15 @@ def run_scripted(step_s: float, request_s: float, sock: socket.socket) -> None:
 def main() -> None:
     """Run the command `weft`, or, as it starts them, an engine process of it."""
     if sys.argv[1] == "engine":
-        step_ms, request_ms, number = map(float, sys.argv[2:])
-        run_scripted(step_ms / 1000, request_ms / 1000, socket.socket(fileno=int(number)))
+        step_ms, request_ms, hold, number = sys.argv[2:]
+        run_scripted(float(step_ms) / 1000, float(request_ms) / 1000, hold, socket.socket(fileno=int(number)))
         return
     from weft.backends.native import start_native
     from weft.cli import main as weft
 
-    times = os.environ.get(STEP_MS, "8,0.05").split(",")
+    script = (*os.environ.get(STEP_MS, "8,0.05").split(","), os.environ.get(HOLD, "0,"))
     assert start_native.__kwdefaults__ is not None
-    start_native.__kwdefaults__["launch"] = partial(EngineProcess, sys.executable, "-m", MODULE, "engine", *times)
+    start_native.__kwdefaults__["launch"] = partial(EngineProcess, sys.executable, "-m", MODULE, "engine", *script)
     weft()
 
 
