@@ -253,10 +253,9 @@ class Link(FrameReader):
 
     # Messages. The other end is authenticated.
 
-    async def read_from_edge(self) -> ToReplica | None:
-        """Wait for the next message of an edge; None when it is gone. Raises BrokenFrame."""
-        body = await self.body()
-        return None if body is None else decoded(_to_replica, body)
+    async def follow_edge(self, take: Callable[[ToReplica], None]) -> None:
+        """Give every message of an edge to `take` as it arrives, until it is gone. Raises BrokenFrame."""
+        await self.follow(lambda body: take(decoded(_to_replica, body)))
 
     async def read_from_replica(self) -> FromReplica | None:
         """Wait for the next message of a replica; None when it is gone. Raises BrokenFrame."""

@@ -33,6 +33,7 @@ from weft.cluster.replica_link import (
     ReplicaReady,
     ReplicaStatus,
     StepTokens,
+    ToReplica,
     load_of,
 )
 from weft.cluster.router import ReplicaLoad
@@ -345,9 +346,7 @@ class ReplicaServer:
         edge = _Edge(link, self._num_edges, self.client, self._traces)
         self._edges.add(edge)
         try:
-            while (message := await link.read_from_edge()) is not None:
-                edge.heard = True
-                self._take(edge, message)
+            await link.follow_edge(partial(self._take, edge))
         except BrokenFrame as error:
             log.error("An edge at %s sent what is no message: %s", peer, error)
         finally:
@@ -355,7 +354,8 @@ class ReplicaServer:
             edge.leave()
             link.abort()
 
-    def _take(self, edge: _Edge, message: object) -> None:
+    def _take(self, edge: _Edge, message: ToReplica) -> None:
+        edge.heard = True
         match message:
             case Submit(requests=requests):
                 for request in requests:
