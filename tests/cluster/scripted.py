@@ -137,7 +137,7 @@ def main() -> None:
         run_scripted(float(step_ms) / 1000, float(request_ms) / 1000, hold, socket.socket(fileno=int(number)))
         return
     from weft.backends.native import start_native
-    from weft.cli import main as weft
+    from weft.cli.main import main as weft
 
     script = (*os.environ.get(STEP_MS, "8,0.05").split(","), os.environ.get(HOLD, "0,"))
     assert start_native.__kwdefaults__ is not None
