@@ -264,6 +264,17 @@ class LatentCheckpoint(Struct, frozen=True):
     """float32: the latents, then what a pipeline's scheduler remembers, each in the latents' shape."""
 
 
+class TraceContext(Struct, frozen=True):
+    """The place of a request in a trace. It goes with the request from an edge to a replica."""
+
+    traceparent: str
+    """The span of the edge, as the header of W3C's Trace Context names it."""
+    replica: str = ""
+    """The replica that the request is sent to, by the name that the edge has for it."""
+    moves: int = 0
+    """Replicas that were lost while they had the request."""
+
+
 class Request(Struct, frozen=True, kw_only=True):
     """One generation as the engine sees it: integers only, every default resolved."""
 
@@ -298,6 +309,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """None: the model as it is."""
     embeds: list[EmbedsSegment] = []
     """Rows that enter the model in the place of the embeddings of token ids, in the order of their positions."""
+    trace: TraceContext | None = None
+    """None: it is not traced."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -436,6 +449,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """The name of a LoRA adapter; None: the one called `default`, if there is one; empty: the model as it is."""
     sibling_of: str = ""
     """The id of a request with the same prompt that was submitted before: the two share its blocks."""
+    trace: TraceContext | None = None
+    """None: it is not traced."""
 
     @property
     def tenant_salt(self) -> str:

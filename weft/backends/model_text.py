@@ -111,6 +111,7 @@ class ModelText:
             sibling_of=request.sibling_of,
             adapter=adapter,
             embeds=request.prompt.embeds if isinstance(request.prompt, MixedPrompt) else [],
+            trace=request.trace,
         )
 
 

@@ -131,6 +131,9 @@ def replica(
     config: Config,
     host: Annotated[str, typer.Option(help="Address to listen on; edges must know --cluster-key-file.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 9400,
+    otlp_endpoint: Annotated[
+        str, typer.Option(help="Send spans of requests that edges trace to this URL, by OTLP over HTTP.")
+    ] = "",
 ) -> None:
     """Serve one replica of a model to edges (`weft serve --replica-addresses`), which know its key.
 
@@ -144,6 +147,8 @@ def replica(
 
     logs.set_up(config.server.log_level, form=config.server.log_format)
     key, tls = read_key(config.cluster), tls_context(config.cluster, is_server=True)
+    if otlp_endpoint:
+        config = replace(config, server=replace(config.server, otlp_endpoint=otlp_endpoint))
     code = run(run_replica(config, host, port, key=key, tls=tls, say=typer.echo))
     raise typer.Exit(code)
 

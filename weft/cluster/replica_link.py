@@ -260,15 +260,18 @@ class Link(FrameReader):
 
     # Messages. The other end is authenticated.
 
-    async def read_from_edge(self) -> ToReplica | None:
-        """Wait for the next message of an edge; None when it is gone. Raises BrokenFrame."""
-        body = await self.body()
-        return None if body is None else decoded(_to_replica, body)
+    async def follow_edge(self, take: Callable[[ToReplica], None]) -> None:
+        """Give every message of an edge to `take` as it arrives, until it is gone. Raises BrokenFrame."""
+        await self.follow(lambda body: take(decoded(_to_replica, body)))
 
     async def read_from_replica(self) -> FromReplica | None:
         """Wait for the next message of a replica; None when it is gone. Raises BrokenFrame."""
         body = await self.body()
         return None if body is None else decoded(_from_replica, body)
+
+    async def follow_replica(self, take: Callable[[FromReplica], None]) -> None:
+        """Give every message of a replica to `take` as it arrives, until it is gone. Raises BrokenFrame."""
+        await self.follow(lambda body: take(decoded(_from_replica, body)))
 
 
 def _proof(key: bytes, who: bytes, replica_nonce: bytes, edge_nonce: bytes) -> bytes:

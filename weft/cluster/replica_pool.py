@@ -17,12 +17,14 @@ import logging
 import ssl
 import time
 from collections.abc import Collection, Iterable, Sequence, Set
+from functools import partial
 
 from msgspec.structs import replace
 
 from weft.checkpoint.model_files import ModelFiles
 from weft.cluster.membership import Membership, ReplicaAddress, ReplicaTable
 from weft.cluster.replica_link import (
+    FromReplica,
     Link,
     NotAuthenticated,
     NotTaken,
@@ -293,7 +295,10 @@ class ReplicaPool:
         if entry.request.params.grammar and self.vocabulary is not None and not replica.knows_vocabulary:
             replica.send(self.vocabulary)
             replica.knows_vocabulary = True
-        replica.send(Submit([entry.resumed()]))
+        request = entry.resumed()
+        if request.trace is not None:
+            request = replace(request, trace=replace(request.trace, replica=name))
+        replica.send(Submit([request]))
         self._journal.queue(entry)
         self._where[entry.id] = replica, route
         self._held_since.pop(entry.id, None)
@@ -440,6 +445,9 @@ class ReplicaPool:
         for owner, answer in self._calls.values():
             if owner is replica and not answer.done():
                 answer.set_exception(Unavailable(f"The replica {replica.id} was lost before it was done."))
+        for entry in entries:
+            if (trace := entry.request.trace) is not None:
+                entry.request = replace(entry.request, trace=replace(trace, moves=trace.moves + 1))
         self._take_back(entries, is_evidence=is_evidence)
         self._moved += len(entries)
         self._tell_router()
@@ -447,31 +455,33 @@ class ReplicaPool:
 
     async def _read_forever(self, replica: _Replica, link: Link) -> None:
         try:
-            while (message := await link.read_from_replica()) is not None:
-                replica.heard = True
-                match message:
-                    case StepTokens(tokens=tokens, events=events):
-                        self._deliver(tokens, events)
-                    case ReplicaStatus():
-                        self._take_status(replica, message)
-                    case Started(request_ids=request_ids):
-                        self._journal.started(request_ids)
-                    case NotTaken(request_id=request_id) if request_id in replica.entries:
-                        entry = replica.entries[request_id]
-                        replica.full_for.add(entry.request.tenant)
-                        self._full.add(replica)
-                        self._take_back([entry])
-                        self._dispatch()
-                    case PrefixDigests(reset=reset, added=added, removed=removed):
-                        self._router.cached(replica.id, added, removed, reset=reset)
-                    case Done(number=number) if number in self._calls:
-                        _, answer = self._calls[number]
-                        if not answer.done():
-                            answer.set_result(message)
-                    case ReplicaReady():
-                        self._greet(replica, message)
+            await link.follow_replica(partial(self._take, replica))
         except BrokenFrame as error:
             replica.failure = f"it sent what is no message: {error}"
+
+    def _take(self, replica: _Replica, message: FromReplica) -> None:
+        replica.heard = True
+        match message:
+            case StepTokens(tokens=tokens, events=events):
+                self._deliver(tokens, events)
+            case ReplicaStatus():
+                self._take_status(replica, message)
+            case Started(request_ids=request_ids):
+                self._journal.started(request_ids)
+            case NotTaken(request_id=request_id) if request_id in replica.entries:
+                entry = replica.entries[request_id]
+                replica.full_for.add(entry.request.tenant)
+                self._full.add(replica)
+                self._take_back([entry])
+                self._dispatch()
+            case PrefixDigests(reset=reset, added=added, removed=removed):
+                self._router.cached(replica.id, added, removed, reset=reset)
+            case Done(number=number) if number in self._calls:
+                _, answer = self._calls[number]
+                if not answer.done():
+                    answer.set_result(message)
+            case ReplicaReady():
+                self._greet(replica, message)
 
     def _greet(self, replica: _Replica, ready: ReplicaReady) -> None:
         """Begin with a replica, unless it has another model."""
