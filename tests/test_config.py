@@ -233,6 +233,7 @@ def test_check_shows_what_differs_and_no_key(tmp_path: Path) -> None:
         ("[backend]\nengine = 'cuda-vlm'", "Did you mean 'cuda-vllm'?"),
         ("[backend]\nengine = 'native'\nengine_url = 'http://a/v1'", "--engine-url is set"),
         ("[model_pool]\nmodels_file = '/no/models.json'", "/no/models.json: No such file"),
+        ("[fleet]\nmodels_file = '/no/models.json'", "/no/models.json: No such file"),  # its name of old
     ],
 )
 def test_check_ends_with_1_where_serve_would_not_start(tmp_path: Path, text: str, said: str) -> None:

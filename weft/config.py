@@ -24,6 +24,7 @@ RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_COMPILE_CACHE", "WEFT_WITHOUT", "WE
 server that commands talk to."""
 
 MAX_BYTES = 1 << 20
+RENAMED_SECTIONS = {"fleet": "model_pool"}
 MAX_DEPTH = 4
 """Keys of a file of settings are not looked for deeper."""
 
@@ -89,13 +90,14 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, str, Any, str]]:
         for path, name, value in _foreign_settings(located, tables, kind):
             yield "", name, value, f"{located.place(*path)}, {'.'.join(path)}"
         return
-    for section, table in tables.items():
+    for named, table in tables.items():
+        section = RENAMED_SECTIONS.get(named, named)
         if section not in sections or not isinstance(table, dict | None):
             hint = _OF_MODELS_FILE if section in (PREFERRED_BACKEND, "models") else nearest(section, sections)
-            raise ConfigError(f"{located.place(section)}: there is no section [{section}].", hint=hint)
+            raise ConfigError(f"{located.place(named)}: there is no section [{named}].", hint=hint)
         for name, value in (table or {}).items():
             if value is not None:
-                yield section, str(name), value, f"{located.place(section, str(name))}, [{section}] {name}"
+                yield section, str(name), value, f"{located.place(named, str(name))}, [{named}] {name}"
 
 
 _OF_MODELS_FILE = "Models are listed in a file of their own (--models-file); the engine is [backend] engine."

@@ -32,6 +32,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_CACHE_SALT = 256
+MAX_SESSION = 512
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -463,7 +464,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     @property
     def tenant_session(self) -> str:
         """The session that the engine gets: short, and apart from other tenants' sessions of the same name."""
-        named = repr((self.tenant, self.session)).encode()
+        named = repr((self.tenant, self.session[:MAX_SESSION])).encode()
         return hashlib.blake2b(named, digest_size=8).hexdigest() if self.session else ""
 
 

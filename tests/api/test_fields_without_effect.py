@@ -217,7 +217,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         COUNTED
         | {
             "stop_sequences": ["x"], "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stream": True, "seed": 1,
-            "priority": 1, "cache_salt": "s", "metadata": {"user_id": "u"},
+            "priority": 1, "cache_salt": "s", "metadata": {"user_id": "u", "team": "t"},
         },
     ),
     ("/v1/messages", {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}}),
@@ -497,7 +497,7 @@ def test_hints_below_the_request_are_named_with_their_place() -> None:
     _, answered = send(CHAT, {"messages": [said, {"role": "user", "content": "u"}], "user": "u"})
     named = {*answered.headers[FIELDS_HEADER].split(", ")}
     assert named == {"user", "messages.content.cache_control", "messages.annotations", "messages.refusal"}
-    about = {"metadata": {"user_id": "u"}, "context_management": {"edits": []}}
+    about = {"metadata": {"user_id": "u", "team": "t"}, "context_management": {"edits": []}}
     _, answered = send("/v1/messages", {"system": [TEXT], **about})
     named = {*answered.headers[FIELDS_HEADER].split(", ")}
     assert named == {"context_management", "messages.content.cache_control"}

@@ -214,7 +214,6 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "summary": hint("reasoning is given in full", "auto"),
     },
     "messages": _MESSAGES,
-    "messages.metadata": {},
     "messages.messages.content": {
         **_CALL,
         **_CACHE_CONTROL,

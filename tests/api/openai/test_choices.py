@@ -194,18 +194,16 @@ def test_priority_and_salt_reach_the_engine() -> None:
 def test_a_session_reaches_the_engine(path: str, fields: dict[str, Any]) -> None:
     engine = ScriptedEngine()
     app, body = build_app(engine, load(env={})), {"model": "scripted", **fields}
-    long = {"x-session-id": "x" * 513}
+    long = "x" * 100_000
     for more, headers in (
         ({}, {}),
         ({"prompt_cache_key": "k"}, {}),
         ({"prompt_cache_key": "k"}, {"x-session-id": "h"}),
+        ({"prompt_cache_key": long}, {}),
     ):
         answered = request_app(app, "POST", path, json=body | more, headers=headers)
         assert answered.status_code == 200 and FIELDS_HEADER not in answered.headers, answered.text
-    assert [each.session for each in engine.submitted] == ["", "k", "h"], "the header goes before the body"
-    for more, headers, param in (({"prompt_cache_key": "k" * 513}, {}, "prompt_cache_key"), ({}, long, "x-session-id")):
-        refused = request_app(app, "POST", path, json=body | more, headers=headers)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert [each.session for each in engine.submitted] == ["", "k", "h", long], "the header goes before the body"
 
 
 def test_sessions_of_two_tenants_are_two() -> None:

@@ -43,6 +43,7 @@ OWN_NAMES = {"enable_thinking": "thinking", "reasoning_effort": "output_config.e
 
 
 def chat_request(request: MessagesRequest) -> ChatRequest:
+    user_id = (request.metadata or {}).get("user_id")
     return ChatRequest.model_validate(
         {
             **_conversation(request),
@@ -55,7 +56,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
             "seed": request.seed,
             "priority": request.priority,
             "cache_salt": request.cache_salt,
-            "prompt_cache_key": request.metadata.user_id if request.metadata else None,
+            "prompt_cache_key": user_id if isinstance(user_id, str) else None,
         }
     )
 

@@ -31,7 +31,6 @@ from weft.serving.request import (
     FieldReport,
     PromptPart,
     check_embeds_taken,
-    check_session,
     mixed_prompt,
     requests_like,
 )
@@ -209,7 +208,6 @@ async def parse_prediction(
     if not request.prompt and not request.segments:
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     check_cache_salt(request.cache_salt)
-    check_session(request.worker_hint, "worker_hint")
     task = Sample(params=params_of(request.generation, served.engine.text.sampling_defaults))
     prompt: Prompt
     if request.segments:

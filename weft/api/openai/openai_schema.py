@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from weft.api.body import Fields, client_tools, honoured_fields
 from weft.errors import InvalidRequest, shown
 from weft.payloads import MAX_BYTES, MAX_DIMENSIONS
-from weft.serving.request import MAX_SESSION, FieldReport
+from weft.serving.request import FieldReport
 from weft.types import MAX_LOGPROBS
 
 MAX_PAIRS = 128
@@ -480,7 +480,7 @@ class SamplingFields(Fields):
         json_schema_extra=_within(-(2**31), 2**31 - 1),
     )
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
-    prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION, description=SESSION)
+    prompt_cache_key: str | None = Field(None, description=SESSION)
     adapter: Name | None = Field(
         None, description="The name of a LoRA adapter, where it is not the model's; empty: the model as it is."
     )

@@ -23,7 +23,7 @@ from weft.api.openai.openai_schema import (
 )
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
-from weft.serving.request import MAX_SESSION, FieldReport
+from weft.serving.request import FieldReport
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -363,7 +363,7 @@ class ResponsesRequest(Fields):
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: a prompt that is too long loses its beginning."
     )
-    prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION, description=SESSION)
+    prompt_cache_key: str | None = Field(None, description=SESSION)
     metadata: Metadata = Field({}, description="Given back with the answer.")
     user: Name | None = Field(None, description="Given back with the answer.")
 
