@@ -16,6 +16,7 @@ SWITCHES = {
     "graphs": "steps are replayed as CUDA graphs",
     "prompt-graphs": "steps with prompts are, too",
     "early-launch": "a kernel of a graph starts while the one before it ends",
+    "one-shot": "ranks on GPUs add up small tensors through each other's memory; off: NCCL does",
     "gemv": "linear layers of one row are matrix-vector products, fused with their neighbours",
     "skinny": "linear layers of a few rows are read at the memory's speed, fused with their neighbours",
     "library-attention": "a long prompt that is alone in its step goes to cuDNN's attention",

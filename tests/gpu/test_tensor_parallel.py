@@ -1,0 +1,134 @@
+"""Ranks on GPUs give what one gives. Where there are fewer GPUs than ranks, they share one: all code of ranks runs, and
+none of the speed is that of several GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests import tiny_models
+from tests.processes import descendants
+from tests.waiting import until
+from weft.config import load
+from weft.engine.client import EngineClient
+from weft.engine.journal import Entry
+from weft.hub.resolve import resolve
+from weft.switches import without
+from weft.types import Event, FinishReason, Request, SamplingParams
+from weft.worker.tensor_parallel import SHARED_GPU
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[5, 9, 200, 31], list(range(3, 60)), [7] * 33, [250, 1, 17, 99, 4] * 9]
+SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
+
+
+@pytest.fixture(autouse=True)
+def _shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHARED_GPU, "1")
+
+
+def requests(run: str, num_tokens: int = 24) -> list[Request]:
+    return [
+        Request(
+            request_id=f"{run} {kind} {i}",
+            prompt_token_ids=prompt,
+            params=SamplingParams(max_tokens=num_tokens, **params),
+        )
+        for i, prompt in enumerate(PROMPTS)
+        for kind, params in (("greedy", {"temperature": 0.0, "seed": 0}), ("seeded", SEEDED))
+    ]
+
+
+async def end_of(entry: Entry) -> Event:
+    ended: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+
+    def take() -> None:
+        for arrival in entry.take():
+            if isinstance(arrival, Event) and arrival.finish is not None:
+                ended.set_result(arrival)
+
+    entry.listener = take
+    take()
+    return await ended
+
+
+async def tokens_of(client: EngineClient, asked: list[Request]) -> list[list[int]]:
+    entries = [client.submit(one) for one in asked]
+    ends = await asyncio.gather(*map(end_of, entries))
+    assert {end.finish for end in ends} == {FinishReason.LENGTH}
+    return [list(entry.delivered) for entry in entries]
+
+
+@asynccontextmanager
+async def serving(model: Path, size: int, **settings: object) -> AsyncIterator[EngineClient]:
+    """Serve with so many ranks, once nothing is left to prepare."""
+    shared = {"device": "cuda", "dtype": "float32", "max_model_len": 256, "num_blocks": 256, "max_num_seqs": 12}
+    shared |= {"image_model": "none", "tensor_parallel_size": size, "heartbeat_timeout_s": 60.0}
+    client = EngineClient(load(shared | settings, env={}), resolve(str(model)))
+    await client.start()
+    try:
+        await until(lambda: client.stats().prepared, "prepared steps")
+        yield client
+    finally:
+        await client.close()
+
+
+def with_ranks(model: Path, size: int, **settings: object) -> list[list[int]]:
+    """Return the tokens of requests; a second time they are the same, with a cache that knows the prompts."""
+
+    async def scenario() -> list[list[int]]:
+        async with serving(model, size, **settings) as client:
+            first = await tokens_of(client, requests("first"))
+            assert await tokens_of(client, requests("second")) == first
+            assert client.stats().prefix_hits > 0
+            assert client.restarts == 0
+            return first
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", tiny_models.SPECS)
+def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+    model = tiny_models.save_directory(name, tmp_path / name)
+    assert with_ranks(model, 2) == with_ranks(model, 1)
+
+
+@pytest.mark.parametrize("switches", [("one-shot",), ("graphs",), ("one-shot", "graphs")], ids=str)
+def test_what_is_switched_off_changes_no_token(switches: tuple[str, ...], tmp_path: Path) -> None:
+    """NCCL adds up in graphs as well as kernel by kernel."""
+    model = tiny_models.save_directory("llama3", tmp_path / "llama3")
+    expected = with_ranks(model, 1)
+    with without(*switches):
+        assert with_ranks(model, 2) == expected
+
+
+def test_a_rank_that_is_killed_in_mid_stream_changes_no_byte(tmp_path: Path) -> None:
+    """The other waits for it in a kernel, and ends all the same."""
+
+    async def scenario() -> None:
+        async with serving(tiny_models.save_directory("llama3", tmp_path / "llama3"), 2) as client:
+            expected = await tokens_of(client, requests("undisturbed", 150))
+            first = client.engine_pid
+            assert first is not None
+            [rank] = [one for one in descendants(first) if Path(f"/proc/{one}/comm").read_text() == "weft-rank\n"]
+            generated = client.stats().generation_tokens
+            streams = asyncio.create_task(tokens_of(client, requests("disturbed", 150)))
+            await until(lambda: client.stats().generation_tokens > generated + 100, "tokens")
+            os.kill(rank, signal.SIGKILL)
+            assert await streams == expected
+            assert client.restarts == 1
+            for pid in (rank, first):
+                await until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "the end of the process")
+
+    asyncio.run(scenario())
