@@ -1,6 +1,6 @@
-"""Times the all-reduces of ranks: `python3 -m tests.gpu.bench_all_reduce [ranks]`. With fewer GPUs than ranks they
-share one, which WEFT_TEST_SHARED_GPU=1 must allow; then their kernels wait for each other's time slices, unless CUDA's
-MPS runs."""
+"""Times the all-reduces of ranks: `python3 -m tests.gpu.bench_all_reduce ranks|streams [N]`. With fewer GPUs than
+ranks they share one, which WEFT_TEST_SHARED_GPU=1 must allow; then their kernels wait for each other's time slices,
+unless CUDA's MPS runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import traceback
 import torch
 from torch import Tensor
 
+from weft.kernels.triton.all_reduce import OneShot, inbox_bytes
+from weft.kernels.triton.launch import overlapping_launches
 from weft.worker.tensor_parallel import LOOPBACK, RankGroup, rank_device
 
 HIDDEN = 4096
@@ -96,6 +98,50 @@ def measure(group: RankGroup) -> None:
     os._exit(0)
 
 
+@torch.inference_mode()
+def measure_streams(size: int) -> None:
+    """Print what the one-shot all-reduce takes among ranks that are streams of one process, through the memory of one
+    GPU."""
+    inboxes = torch.zeros(size, inbox_bytes(size) // 8, dtype=torch.int64, device="cuda")
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device="cuda")
+    ranks = [OneShot(rank, addresses) for rank in range(size)]
+    streams = [torch.cuda.Stream() for _ in range(size)]
+    for rows in ROWS:
+        x = torch.zeros(size, rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        residuals = torch.zeros_like(x)
+
+        def step(num_ops: int, x: Tensor = x, residuals: Tensor = residuals) -> None:
+            for one, stream, part, residual in zip(ranks, streams, x, residuals, strict=True):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    for _ in range(num_ops):
+                        one.all_reduce(part, residual)
+            for stream in streams:
+                torch.cuda.current_stream().wait_stream(stream)
+
+        taken = []
+        for num_ops in (NUM_OPS, 2 * NUM_OPS):
+            with overlapping_launches():
+                step(1)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step(num_ops)
+            taken.append(replay_ms(graph))
+        print(f"{rows:4} rows: one-shot of {size} streams {(taken[1] - taken[0]) * 1000 / NUM_OPS:8.2f} us", flush=True)
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    taken = []
+    for _ in range(20):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end))
+    return sorted(taken)[len(taken) // 2]
+
+
 def main(size: int) -> None:
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -114,4 +160,5 @@ def main(size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
+    chosen = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+    measure_streams(chosen) if "streams" in sys.argv else main(chosen)
