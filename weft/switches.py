@@ -10,6 +10,8 @@ from functools import cache
 from weft.errors import ConfigError
 
 VARIABLE = "WEFT_WITHOUT"
+SHARED_GPU = "WEFT_TEST_SHARED_GPU"
+"""A variable for tests: with it ranks may share a GPU, where they are slower than one rank."""
 SWITCHES = {
     "overlap": "a step is launched before the last one is read",
     "compile-ahead": "kernels of GPUs are compiled by all cores, while weights are loaded",

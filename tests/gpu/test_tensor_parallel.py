@@ -23,9 +23,8 @@ from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.journal import Entry
 from weft.hub.resolve import resolve
-from weft.switches import without
+from weft.switches import SHARED_GPU, without
 from weft.types import Event, FinishReason, Request, SamplingParams
-from weft.worker.tensor_parallel import SHARED_GPU
 
 pytestmark = pytest.mark.gpu
 

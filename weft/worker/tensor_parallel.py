@@ -30,7 +30,7 @@ from weft.model.lora import read_adapter
 from weft.model.shard import Shard
 from weft.model.sharded_dense import ShardedDense
 from weft.plan import Row, StepPlan
-from weft.switches import is_on
+from weft.switches import SHARED_GPU, is_on
 from weft.types import Adapter, SamplingParams
 from weft.worker.diffusion.denoiser import Denoiser
 from weft.worker.draft_model import DraftModel
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-SHARED_GPU = "WEFT_TEST_SHARED_GPU"
-"""An environment variable for tests: ranks may share a GPU, which is slower than one rank."""
 
 
 class PlaceAdapter(Struct, frozen=True, tag=True):
