@@ -128,7 +128,8 @@ class RankGroup:
         return OneShot(rank, torch.tensor(addresses, dtype=torch.int64, device=device))
 
     def close(self) -> None:
-        if dist.is_initialized():
+        # NCCL would wait for the other ranks and for graphs; the process ends with all that it holds.
+        if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
 
     def all_reduce(self, tensor: Tensor, residual: Tensor | None = None) -> None:

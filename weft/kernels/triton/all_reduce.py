@@ -108,18 +108,18 @@ class _IpcHandle(ctypes.Structure):
 
 
 class PeerMemory:
-    """The memory of the device's inboxes: one that this process allocates, and those of others that it opens."""
+    """The inboxes of ranks: one that this process allocates, and those of others that it opens. They are there until
+    it ends."""
 
     def __init__(self, num_bytes: int) -> None:
         """Allocate this rank's inbox, with zeros, on the current device. Raises OSError."""
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.synchronize()
         self._driver = ctypes.CDLL("libcuda.so.1")
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self.own = int(address.value)
         self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
         torch.cuda.synchronize()
-        self._opened: list[int] = []
 
     def handle(self) -> bytes:
         """Return what another process opens this rank's inbox by."""
@@ -132,13 +132,7 @@ class PeerMemory:
         address, lazily_enable_peers = ctypes.c_uint64(), 1
         known = _IpcHandle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), known, ctypes.c_uint(lazily_enable_peers))
-        self._opened.append(int(address.value))
-        return self._opened[-1]
-
-    def close(self) -> None:
-        for address in self._opened:
-            self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
-        self._call("cuMemFree_v2", ctypes.c_uint64(self.own))
+        return int(address.value)
 
     def _call(self, name: str, *arguments: object) -> None:
         if code := getattr(self._driver, name)(*arguments):
