@@ -112,6 +112,31 @@ def test_what_is_switched_off_changes_no_token(switches: tuple[str, ...], tmp_pa
         assert with_ranks(model, 2) == expected
 
 
+def test_layers_as_large_as_a_7b_models_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks round their sums otherwise: log probabilities stay within bfloat16's reach of those of one, with and
+    without the one-shot all-reduce, and a request gets the same tokens whenever it is asked."""
+    layers = tiny_models.Spec(hidden=4096, middle=11008, layers=2, heads=32, kv_heads=32, head_dim=128)
+    monkeypatch.setitem(tiny_models.SPECS, "layers of 7b", layers)
+    model = tiny_models.save_directory("layers of 7b", tmp_path / "layers")
+
+    def logprobs(size: int) -> list[float]:
+        async def scenario() -> list[float]:
+            async with serving(model, size, dtype="bfloat16") as client:
+                assert await tokens_of(client, requests("one")) == await tokens_of(client, requests("other"))
+                params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+                scored = Request(request_id="scored", prompt_token_ids=PROMPTS[1], params=params)
+                event = await end_of(client.submit(scored))
+                return [one.logprob for one in event.prompt_logprobs or []]
+
+        return asyncio.run(scenario())
+
+    expected = torch.tensor(logprobs(1))
+    assert len(expected) == len(PROMPTS[1]) - 1
+    torch.testing.assert_close(torch.tensor(logprobs(2)), expected, atol=0.2, rtol=0)
+    with without("one-shot"):
+        torch.testing.assert_close(torch.tensor(logprobs(2)), expected, atol=0.2, rtol=0)
+
+
 def test_a_rank_that_is_killed_in_mid_stream_changes_no_byte(tmp_path: Path) -> None:
     """The other waits for it in a kernel, and ends all the same."""
 
