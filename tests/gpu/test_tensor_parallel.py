@@ -18,13 +18,14 @@ if not torch.cuda.is_available():
 
 from tests import tiny_models
 from tests.processes import descendants
+from tests.tiny_adapters import save_adapter
 from tests.waiting import until
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.journal import Entry
 from weft.hub.resolve import resolve
 from weft.switches import SHARED_GPU, without
-from weft.types import Event, FinishReason, Request, SamplingParams
+from weft.types import Adapter, Event, FinishReason, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -37,12 +38,13 @@ def _shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED_GPU, "1")
 
 
-def requests(run: str, num_tokens: int = 24) -> list[Request]:
+def requests(run: str, num_tokens: int = 24, adapter: Adapter | None = None) -> list[Request]:
     return [
         Request(
             request_id=f"{run} {kind} {i}",
             prompt_token_ids=prompt,
             params=SamplingParams(max_tokens=num_tokens, **params),
+            adapter=adapter,
         )
         for i, prompt in enumerate(PROMPTS)
         for kind, params in (("greedy", {"temperature": 0.0, "seed": 0}), ("seeded", SEEDED))
@@ -110,6 +112,27 @@ def test_what_is_switched_off_changes_no_token(switches: tuple[str, ...], tmp_pa
     expected = with_ranks(model, 1)
     with without(*switches):
         assert with_ranks(model, 2) == expected
+
+
+def test_adapters_are_loaded_by_both_ranks(tmp_path: Path) -> None:
+    """With graphs of steps that have adapters, which both capture once these are there."""
+    model = tiny_models.save_directory("llama3", tmp_path / "llama3")
+    folders = [save_adapter("llama3", tmp_path / str(seed), seed) for seed in (1, 2)]
+    adapters = [Adapter(name=f"style {i}", number=i, path=str(one)) for i, one in enumerate(folders, 1)]
+
+    def answers(size: int) -> list[list[int]]:
+        async def scenario() -> list[list[int]]:
+            async with serving(model, size, max_loras=2) as client:
+                asked = [one for adapter in (None, *adapters) for one in requests(f"of {adapter}", 12, adapter)]
+                first = await tokens_of(client, asked)
+                assert await tokens_of(client, requests("again", 12, adapters[1])) == first[16:]
+                return first
+
+        return asyncio.run(scenario())
+
+    expected = answers(1)
+    assert len({tuple(one) for one in expected}) > 12, "each has words of its own"
+    assert answers(2) == expected
 
 
 def test_layers_as_large_as_a_7b_models_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,9 @@ class Worker:
             if has_graphs:
                 shapes = graph_shapes(_most_decodes(self.limits))
                 # Steps with adapters have graphs of their own.
-                size = graphs_bytes(geometry, dtype, shapes * 2 if config.model.wants_adapters else shapes)
+                # The first rank's graphs have the logits of all.
+                widest = replace(geometry, vocab_size=target.whole.vocab_size)
+                size = graphs_bytes(widest, dtype, shapes * 2 if config.model.wants_adapters else shapes)
                 if draft is not None:
                     shapes = graph_shapes(self.limits.max_speculative_tokens, with_prefills=False)
                     size += graphs_bytes(draft.geometry, dtype, shapes)
