@@ -24,7 +24,7 @@ from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.journal import Entry
 from weft.hub.resolve import resolve
-from weft.switches import SHARED_GPU, without
+from weft.switches import SHARED_GPU, VARIABLE, without
 from weft.types import Adapter, Event, FinishReason, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -36,6 +36,10 @@ SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
 @pytest.fixture(autouse=True)
 def _shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED_GPU, "1")
+    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        # Kernels of both ranks are on the GPU at once: one that starts early would take the place of those that it
+        # waits for.
+        monkeypatch.setenv(VARIABLE, "early-launch")
 
 
 def requests(run: str, num_tokens: int = 24, adapter: Adapter | None = None) -> list[Request]:
