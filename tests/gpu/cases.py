@@ -1014,7 +1014,7 @@ def cases() -> dict[str, Callable[[], None]]:
             add(check_splits, heads, [1, 17, 129], FP16)
             add_kv8(check_splits, heads, [1, 17, 129], FP16)
         return found
-    # The programs of all ranks must be on this one GPU at once, those that start early too: with more ranks they are not.
+    # The programs of all ranks must be on this one GPU at once, those that start early too: there are two ranks.
     add(check_one_shot, 2, (4096, 64 * 4096, 5120, 20 * 5120, 8 * 4096), BF16)
     for hidden in (4096, 5120, 8192):
         add(check_norm, 129, hidden, BF16)
