@@ -23,9 +23,9 @@ LINK_BYTES_PER_S = 450e9
 """NVLink of an H200: 900 GB/s, half of it in each direction."""
 LATENCY_S = {2: 12e-6, 4: 15e-6, 8: 20e-6}
 """An all-reduce of a few bytes by NCCL: assumed."""
-ONE_SHOT_S, ONE_SHOT_BYTES = 3.2e-6, 512 * 1024
-"""A one-shot all-reduce of 8 KiB in a graph, by two processes through the memory of one H200: measured by
-tests/gpu/bench_all_reduce.py under MPS. And the most bytes that it takes."""
+ONE_SHOT_S, ONE_SHOT_BYTES = {2: 2.15e-6, 4: 4.5e-6, 8: 9.07e-6}, 512 * 1024
+"""A one-shot all-reduce of 8 KiB in a graph, whose ranks are all on one H200, and the most bytes that it takes. Those
+of 2 and 8 were measured: python -m tests.gpu.bench_all_reduce streams 8; the one of 4 is between them."""
 LINK_LATENCY_S = 2e-6
 """A write to the memory of another GPU, and the flag behind it: assumed."""
 ITEM_BYTES = 2
@@ -52,7 +52,7 @@ def measured(shape: Shape) -> dict[int, float]:
 
 def all_reduce_s(num_bytes: int, size: int, *, one_shot: bool) -> float:
     if one_shot and num_bytes <= ONE_SHOT_BYTES:
-        return ONE_SHOT_S + LINK_LATENCY_S + (size - 1) * num_bytes / LINK_BYTES_PER_S
+        return ONE_SHOT_S[size] + LINK_LATENCY_S + (size - 1) * num_bytes / LINK_BYTES_PER_S
     return LATENCY_S[size] + 2 * (size - 1) / size * num_bytes / LINK_BYTES_PER_S
 
 

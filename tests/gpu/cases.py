@@ -695,62 +695,23 @@ def check_lora_expand_gate(counts: list[int], width: int, splits: int, rank: int
 
 
 def check_one_shot(size: int, counts: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Sums of tensors of several sizes, one after the other, by ranks that are streams of one process, and on a CPU
-    processes with shared memory."""
-    inboxes = torch.zeros(size, all_reduce.inbox_bytes(size) // 8, dtype=torch.int64, device=DEVICE)
-    if INTERPRETED:
-        inboxes.share_memory_()
-    ranks = [
-        all_reduce.OneShot(rank, torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE))
-        for rank in range(size)
-    ]
-    parts = [[randn(count, dtype=dtype) for count in counts] for _ in range(size)]
-    residuals = [[torch.empty_like(part) for part in own] for own in parts]
+    """Sums of tensors of several sizes, one after the other, by ranks that are processes with shared memory. For GPUs
+    tests/gpu/bench_all_reduce.py checks them."""
+    inboxes = torch.zeros(size, all_reduce.inbox_bytes(size) // 8, dtype=torch.int64).share_memory_()
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+    parts = [[randn(count, dtype=dtype) for count in counts] for _ in range(size + 1)]
 
     def reduce(rank: int) -> None:
-        for number, (part, residual) in enumerate(zip(parts[rank], residuals[rank], strict=True)):
+        ours = all_reduce.OneShot(rank, addresses)
+        for number, own in enumerate(parts[rank]):
             # Every second sum takes the place of a part.
-            ranks[rank].all_reduce(part if number % 2 == 0 else residual.copy_(part), (residual, None)[number % 2])
+            x, residual = own.clone(), None if number % 2 else parts[size][number].clone()
+            ours.all_reduce(x, residual)
+            added = [one[number].float() for one in parts[: size if residual is None else size + 1]]
+            found = x if residual is None else residual
+            assert_near(found, torch.stack(added).sum(0).to(dtype), TOLERANCE[dtype])
 
-    def compare(rank: int) -> None:
-        for number, found in enumerate(residuals[rank]):
-            wide = [one[number].float() for one in parts]
-            first = wide[0].clone() if number % 2 else wide[0] + added[number].float()
-            assert_near(found, sum(wide[1:], first).to(dtype), TOLERANCE[dtype])
-
-    streams = [] if INTERPRETED else [torch.cuda.Stream() for _ in range(size)]
-
-    def fork_streams() -> None:
-        for rank, stream in enumerate(streams):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                reduce(rank)
-        for stream in streams:
-            torch.cuda.current_stream().wait_stream(stream)
-
-    graph = None
-    for _ in range(4):
-        added = [randn(count, dtype=dtype) for count in counts]
-        for one in residuals:
-            for residual, value in zip(one, added, strict=True):
-                residual.copy_(value)
-        for part in (part for own in parts for part in own):
-            part.copy_(randn(*part.shape, dtype=dtype))
-        if INTERPRETED:
-            in_forks([lambda rank=rank: (reduce(rank), compare(rank)) for rank in range(size)])
-            return
-        if graph is None:
-            fork_streams()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with overlapping_launches(), torch.cuda.graph(graph):
-                fork_streams()
-        else:
-            graph.replay()
-        for rank in range(size):
-            compare(rank)
-            for own, first in zip(residuals[rank], residuals[0], strict=True):
-                assert own.equal(first), "ranks have other bits"
+    in_forks([partial(reduce, rank) for rank in range(size)])
 
 
 def in_forks(tasks: list[Callable[[], object]]) -> None:
@@ -1005,17 +966,15 @@ def cases() -> dict[str, Callable[[], None]]:
             int_linears.IntConfig(128, 2, 2, 8, 3, whole=9),
         ):
             add(check_int4_cut, config, gated)
-    for dtype in (FP16, FP32) if INTERPRETED else dtypes:
-        for size in (2, 3):
-            add(check_one_shot, size, (4096, 5, 7000, 64, 2048), dtype)
     if INTERPRETED:
+        for dtype in (FP16, FP32):
+            for size in (2, 3):
+                add(check_one_shot, size, (4096, 5, 7000, 64, 2048), dtype)
         add(check_splits, HeadShape(4, 1, 128), [129], FP16)
         for heads in (TINY, TINY_GROUPS):
             add(check_splits, heads, [1, 17, 129], FP16)
             add_kv8(check_splits, heads, [1, 17, 129], FP16)
         return found
-    # The programs of all ranks must be on this one GPU at once, those that start early too: there are two ranks.
-    add(check_one_shot, 2, (4096, 64 * 4096, 5120, 20 * 5120, 8 * 4096), BF16)
     for hidden in (4096, 5120, 8192):
         add(check_norm, 129, hidden, BF16)
     add(check_silu_mul, 65, 11008, BF16)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +26,7 @@ from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.journal import Entry
 from weft.hub.resolve import resolve
-from weft.switches import SHARED_GPU, VARIABLE, without
+from weft.switches import SHARED_GPU, without
 from weft.types import Adapter, Event, FinishReason, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -36,10 +38,6 @@ SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
 @pytest.fixture(autouse=True)
 def _shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED_GPU, "1")
-    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        # Kernels of both ranks are on the GPU at once: one that starts early would take the place of those that it
-        # waits for.
-        monkeypatch.setenv(VARIABLE, "early-launch")
 
 
 def requests(run: str, num_tokens: int = 24, adapter: Adapter | None = None) -> list[Request]:
@@ -101,6 +99,10 @@ def with_ranks(model: Path, size: int, **settings: object) -> list[list[int]]:
             return first
 
     return asyncio.run(scenario())
+
+
+def test_sums_are_right_and_have_the_same_bits_on_all_ranks() -> None:
+    subprocess.run([sys.executable, "-m", "tests.gpu.bench_all_reduce", "ranks", "2"], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", tiny_models.SPECS)
