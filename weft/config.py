@@ -17,11 +17,11 @@ from msgspec import Struct
 from weft.errors import ConfigError, shown
 from weft.migration import CY_LLM_KEYS, PREFERRED_BACKEND, PYPTO_KEYS, VARIABLES, KeyPath, Refused
 from weft.options import Config, Setting, settings
-from weft.switches import switched_off
+from weft.switches import SHARED_GPU, switched_off
 
-RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_COMPILE_CACHE", "WEFT_WITHOUT", "WEFT_URL"})
-"""Variables that are no settings: the folders of pulled models and of compiled kernels, weft/switches.py's, and the
-server that commands talk to."""
+RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_COMPILE_CACHE", "WEFT_WITHOUT", "WEFT_URL", SHARED_GPU})
+"""Variables that are no settings: the folders of pulled models and of compiled kernels, weft/switches.py's, the server
+that commands talk to, and the one by which tests let ranks share a GPU."""
 
 MAX_BYTES = 1 << 20
 RENAMED_SECTIONS = {"fleet": "model_pool"}

@@ -10,12 +10,15 @@ from functools import cache
 from weft.errors import ConfigError
 
 VARIABLE = "WEFT_WITHOUT"
+SHARED_GPU = "WEFT_TEST_SHARED_GPU"
+"""A variable for tests: with it ranks may share a GPU, where they are slower than one rank."""
 SWITCHES = {
     "overlap": "a step is launched before the last one is read",
     "compile-ahead": "kernels of GPUs are compiled by all cores, while weights are loaded",
     "graphs": "steps are replayed as CUDA graphs",
     "prompt-graphs": "steps with prompts are, too",
     "early-launch": "a kernel of a graph starts while the one before it ends",
+    "one-shot": "ranks on GPUs add up small tensors through each other's memory; off: NCCL does",
     "gemv": "linear layers of one row are matrix-vector products, fused with their neighbours",
     "skinny": "linear layers of a few rows are read at the memory's speed, fused with their neighbours",
     "library-attention": "a long prompt that is alone in its step goes to cuDNN's attention",

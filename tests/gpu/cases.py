@@ -36,6 +36,7 @@ from weft.kernels.fp8 import GROUP, Fp8Weight, fp8_weight, quantise_rows, rounde
 from weft.kernels.int_weights import IntGroups, IntWeight, pack
 from weft.kernels.kv_cache import Fp8Cache, LayerCache
 from weft.kernels.triton import (
+    all_reduce,
     decode_attention,
     elementwise,
     fp8_linears,
@@ -693,6 +694,41 @@ def check_lora_expand_gate(counts: list[int], width: int, splits: int, rank: int
         assert_near(lora_linears.lora_expand_gate(gate_up, ranks, weight, groups), wanted, 2 * TOLERANCE[dtype])
 
 
+def check_one_shot(size: int, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Sums of tensors of several sizes, one after the other, by ranks that are processes with shared memory. For GPUs
+    tests/gpu/bench_all_reduce.py checks them."""
+    inboxes = torch.zeros(size, all_reduce.inbox_bytes(size) // 8, dtype=torch.int64).share_memory_()
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+    parts = [[randn(count, dtype=dtype) for count in counts] for _ in range(size + 1)]
+
+    def reduce(rank: int) -> None:
+        ours = all_reduce.OneShot(rank, addresses)
+        for number, own in enumerate(parts[rank]):
+            # Every second sum takes the place of a part.
+            x, residual = own.clone(), None if number % 2 else parts[size][number].clone()
+            ours.all_reduce(x, residual)
+            added = [one[number].float() for one in parts[: size if residual is None else size + 1]]
+            found = x if residual is None else residual
+            assert_near(found, torch.stack(added).sum(0).to(dtype), TOLERANCE[dtype])
+
+    in_forks([partial(reduce, rank) for rank in range(size)])
+
+
+def in_forks(tasks: list[Callable[[], object]]) -> None:
+    """Do each of the tasks in a fork of this process, all at once."""
+    pids = []
+    for task in tasks:
+        if (pid := os.fork()) == 0:
+            try:
+                task()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        pids.append(pid)
+    assert not any(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), "a fork failed"
+
+
 def check_lora_replay(rows: int, num_slots: int, hidden: int, width: int) -> None:
     """A feed-forward layer captured once, its launches overlapping, replayed with other adapters of other rows."""
     x, residual, norm = randn(rows, hidden), randn(rows, hidden), randn(hidden)
@@ -931,6 +967,9 @@ def cases() -> dict[str, Callable[[], None]]:
         ):
             add(check_int4_cut, config, gated)
     if INTERPRETED:
+        for dtype in (FP16, FP32):
+            for size in (2, 3):
+                add(check_one_shot, size, (4096, 5, 7000, 64, 2048), dtype)
         add(check_splits, HeadShape(4, 1, 128), [129], FP16)
         for heads in (TINY, TINY_GROUPS):
             add(check_splits, heads, [1, 17, 129], FP16)

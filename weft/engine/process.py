@@ -77,7 +77,7 @@ ENGINE_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
 spinning, and leave the cores to the native step; weights lie in large pages. What the operator has set is kept."""
 ENGINE_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX"),
-    *("CC", "CXX", "CPATH", "LIBRARY_PATH", "WEFT_HOME", switches.VARIABLE),
+    *("CC", "CXX", "CPATH", "LIBRARY_PATH", "WEFT_HOME", switches.VARIABLE, switches.SHARED_GPU),
 )
 ENGINE_PREFIXES = (
     *("LC_", "LD_", "DYLD_", "PYTHON", "XDG_", "COVERAGE_", "MALLOC_", "GLIBC_"),

@@ -22,8 +22,8 @@ from weft.model.shard import Shard
 class Collectives(Protocol):
     """The collective operations of the ranks that hold one model, each called by all of them in the same order."""
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace a tensor by the sum of all ranks' ones."""
+    def all_reduce(self, tensor: Tensor, residual: Tensor | None = None) -> None:
+        """Replace a tensor by the sum of all ranks' ones; or add that to a residual, and leave anything in it."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return all ranks' tensors of this shape, on the first rank; on others an empty list."""
@@ -40,9 +40,7 @@ class ShardedDense(DenseModel):
         max_model_len: int,
     ) -> None:
         def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:
-            product = ops.linear(x, weight, bias)
-            ranks.all_reduce(product)
-            residual.add_(product)
+            ranks.all_reduce(ops.linear(x, weight, bias), residual)
 
         super().__init__(shard.config(whole), weights, ops._replace(linear_add=linear_add), max_model_len)
         self.whole, self.shard = whole, shard
@@ -78,5 +76,4 @@ class ShardedDense(DenseModel):
     ) -> None:
         product = self.ops.linear(x, weight, bias)
         self.ops.lora_expand_add(self.ops.lora_shrink(x, added, groups), added, groups, product)
-        self._ranks.all_reduce(product)
-        out.add_(product)
+        self._ranks.all_reduce(product, out)

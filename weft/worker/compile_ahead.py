@@ -30,8 +30,11 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.kernels import Ops, ops_for
 from weft.kernels.kv_cache import zero_cache
 from weft.kernels.triton import has_triton
+from weft.kernels.weights import DecoderWeights
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import LinearLoading, NoSource, load_weights
+from weft.model.shard import WHOLE, Shard
+from weft.model.sharded_dense import ShardedDense
 from weft.plan import Limits
 from weft.switches import is_on, switched_off
 from weft.worker.forward_step import ForwardOutput, Stepper
@@ -60,6 +63,7 @@ class FutureSteps(NamedTuple):
     """Tokens that the decodes of a captured step may have."""
     with_prefills: bool = True
     """Whether steps with prefills are captured, too."""
+    shard: Shard = WHOLE
 
     def compute(self, *, only_largest: bool = False) -> None:
         """Compute every step once, or the largest alone, on tensors without memory."""
@@ -71,10 +75,13 @@ class FutureSteps(NamedTuple):
 
         limits, geometry = self.limits, replace(self.geometry, num_layers=2)
         files = ModelFiles(name="", path=Path(), kind="dummy", weight_files=[])
-        weights = load_weights(files, geometry, NoSource(), dtype=self.dtype, device=META, linears=self.linears)
-        model = DenseModel(geometry, weights, ops_for("cuda"), limits.max_model_len)
+        weights = load_weights(
+            files, geometry, NoSource(), dtype=self.dtype, device=META, linears=self.linears, shard=self.shard
+        )
+        model = self._model(geometry, weights)
         table = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, META)
-        stepper = Stepper(model, zero_cache(cache_shape(geometry, 2, limits.block_size), self.kv_dtype, META), table)
+        shape = cache_shape(model.config, 2, limits.block_size)
+        stepper = Stepper(model, zero_cache(shape, self.kv_dtype, META), table)
         for rows in [largest_step(limits).rows] if only_largest else warm_up_rows(table):
             # With one token more than there are, no prompt is left to the library's attention.
             output = _computed(stepper, exact_shape(rows), 1 + max(row.start + row.count for row in rows))
@@ -83,6 +90,29 @@ class FutureSteps(NamedTuple):
             with overlapping_launches():
                 for shape in graph_shapes(self.most_decodes, with_prefills=self.with_prefills):
                     _computed(stepper, shape, limits.max_model_len)
+
+    def _model(self, geometry: DenseConfig, weights: DecoderWeights) -> DenseModel:
+        ops, longest = ops_for("cuda"), self.limits.max_model_len
+        if self.shard.size == 1:
+            return DenseModel(geometry, weights, ops, longest)
+        return ShardedDense(geometry, self.shard, weights, ops, RecordedRanks(self.shard.size), longest)
+
+
+class RecordedRanks:
+    """Ranks that are not there: what one of them launches is recorded."""
+
+    def __init__(self, size: int) -> None:
+        from weft.kernels.triton.all_reduce import OneShot
+
+        self._one_shot = OneShot(0, torch.empty(size, dtype=torch.int64, device=META))
+        self._size = size
+
+    def all_reduce(self, tensor: Tensor, residual: Tensor | None = None) -> None:
+        if self._one_shot.takes(tensor, residual):
+            self._one_shot.all_reduce(tensor, residual)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return [torch.empty_like(tensor) for _ in range(self._size)]
 
 
 def _computed(stepper: Stepper, shape: StepShape, longest: int) -> ForwardOutput:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -64,9 +65,12 @@ class StepGraphs:
         with_prefills: bool = True,
         slots: AdapterSlots | None = None,
         beside: StepGraphs | None = None,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
-        """Capture graphs of steps that read `slots`, in the memory of the graphs `beside` them."""
+        """Capture graphs of steps that read `slots`, in the memory of the graphs `beside` them. With
+        ranks `agree` says whether all have a graph, given whether this one has: all replay it, or none does."""
         self.slots = slots
+        self._agree = agree
         self._stepper = stepper
         self._max_rows = max_rows
         self._decodes = _up_to(max_rows, DECODES)
@@ -80,7 +84,7 @@ class StepGraphs:
 
     def with_slots(self, slots: AdapterSlots) -> StepGraphs:
         """Return graphs of the same steps with adapters, in the same memory: one step is replayed at a time."""
-        return StepGraphs(self._stepper, self._max_rows, slots=slots, beside=self)
+        return StepGraphs(self._stepper, self._max_rows, slots=slots, beside=self, agree=self._agree)
 
     def shape_for(self, exact: StepShape) -> StepShape | None:
         """Return the shape of a captured graph that a plan fits into, or None."""
@@ -125,12 +129,18 @@ class StepGraphs:
     def _try_capture(self, shape: StepShape) -> None:
         """Capture a shape, or give it up if there is no memory for it: its steps then run without a graph."""
         try:
-            self._captured[shape] = self._capture(shape)
+            captured = self._capture(shape)
         except torch.OutOfMemoryError:
+            if self._agree is not None:
+                raise  # in the middle of a step that other ranks compute
+            captured = None
+        if (self._agree is None or self._agree(captured is not None)) and captured is not None:
+            self._captured[shape] = captured
+        else:
             log.warning("No memory for a CUDA graph of %d tokens: such steps run without one.", shape.num_tokens)
             del self._wanted[shape]
 
-    def _capture(self, shape: StepShape) -> Captured:
+    def _capture(self, shape: StepShape) -> Captured | None:
         # Triton is installed only where CUDA is.
         from weft.kernels.triton.launch import overlapping_launches
 
@@ -151,8 +161,11 @@ class StepGraphs:
             with torch.cuda.stream(self._stream):
                 self._stepper.step(shape, inputs, longest, slots=self.slots)
             torch.cuda.current_stream().wait_stream(self._stream)
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                output = self._stepper.step(shape, inputs, longest, slots=self.slots)
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    output = self._stepper.step(shape, inputs, longest, slots=self.slots)
+            except torch.OutOfMemoryError:
+                return None
         return Captured(graph, packed, output)
 
 

@@ -194,14 +194,20 @@ class Runner:
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Do a piece of warm-up; returns False when there is none left."""
+        if self._prepare_steps():
+            return True
+        drafts = self.draft_model.graphs if self.draft_model is not None else None
+        if drafts is not None and drafts.capture_next():
+            return True
+        return self.denoiser is not None and self.denoiser.warm_up()
+
+    def _prepare_steps(self) -> bool:
+        """Do a piece of the warm-up of steps, which every rank does."""
         if self.warm_up is not None and self.warm_up.next():
             return True
         slots = self.adapters.slots
         adapted_graphs = self._graphs_of(slots) if slots is not None else None
-        for graphs in (self.graphs, self.draft_model.graphs if self.draft_model is not None else None, adapted_graphs):
-            if graphs is not None and graphs.capture_next():
-                return True
-        return self.denoiser is not None and self.denoiser.warm_up()
+        return any(graphs is not None and graphs.capture_next() for graphs in (self.graphs, adapted_graphs))
 
     def _graphs_of(self, slots: AdapterSlots | None) -> StepGraphs | None:
         """Return the graphs of steps that read these slots, or none. Slots that were allocated anew need new graphs."""

@@ -7,12 +7,14 @@ others compute their part of each forward pass, and are given the tokens that th
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,20 +24,28 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.errors import ConfigError, EngineFault
+from weft.kernels.triton import has_triton
 from weft.kernels.weights import AdapterWeights
 from weft.model.lora import read_adapter
 from weft.model.shard import Shard
 from weft.model.sharded_dense import ShardedDense
 from weft.plan import Row, StepPlan
+from weft.switches import SHARED_GPU, is_on
 from weft.types import Adapter, SamplingParams
 from weft.worker.diffusion.denoiser import Denoiser
 from weft.worker.draft_model import DraftModel
 from weft.worker.forward_step import ForwardOutput, Stepper
 from weft.worker.grammar_masks import Masks
+from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import to_device
 from weft.worker.lora_rows import LoraRows
-from weft.worker.runner import Deferred, Pending, Runner
+from weft.worker.runner import Deferred, Pending, Runner, WarmUp
 from weft.worker.sampler import DraftedTokens, SampledBatch
+
+if TYPE_CHECKING:
+    from weft.kernels.triton.all_reduce import OneShot
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -51,7 +61,11 @@ class FollowStep(Struct, frozen=True, tag=True):
     plan: StepPlan
 
 
-ToRank = FollowStep | PlaceAdapter
+class Prepare(Struct, frozen=True, tag=True):
+    """Do the next piece of warm-up."""
+
+
+ToRank = FollowStep | PlaceAdapter | Prepare
 """The messages of the first rank to the others, which carry them out in their order."""
 
 
@@ -63,6 +77,7 @@ class RankGroup:
         self.shard = Shard(rank, size)
         self._store_port = store_port
         self._listener = listener
+        self._one_shot: OneShot | None = None
         self.tell: Callable[[ToRank], None] = lambda message: None
         """Called by the first rank, sends a message to all others."""
 
@@ -71,6 +86,9 @@ class RankGroup:
         # Only a rank may know the others' addresses, and they are all on this machine.
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")
+        if device.type == "cuda" and _shares_gpu(self.shard.size):
+            # NCCL refuses two ranks of one host on one GPU.
+            os.environ["NCCL_HOSTID"] = f"weft-rank-{self.shard.rank}"
         listener, self._listener = self._listener, None
         store = dist.TCPStore(  # type: ignore[attr-defined]
             LOOPBACK,
@@ -89,14 +107,39 @@ class RankGroup:
             timeout=timedelta(days=1),
             device_id=device if device.type == "cuda" else None,
         )
+        if device.type == "cuda" and has_triton() and is_on("one-shot"):
+            self._one_shot = self._opened(store, device)
+
+    def _opened(self, store: Any, device: torch.device) -> OneShot | None:
+        """Return the one-shot all-reduce; None on all ranks where one cannot reach the memory of another."""
+        from weft.kernels.triton.all_reduce import OneShot, PeerMemory, inbox_bytes
+
+        rank, size = self.shard.rank, self.shard.size
+        memory = PeerMemory(inbox_bytes(size))
+        store.set(f"inbox {rank}", memory.handle())
+        handles = [store.get(f"inbox {one}") for one in range(size)]
+        try:
+            addresses = [memory.own if one == rank else memory.open(handle) for one, handle in enumerate(handles)]
+        except OSError as error:
+            log.warning("Ranks add up by NCCL alone, since one cannot reach the memory of another: %s.", error)
+            addresses = []
+        if not self.least(device, len(addresses))[0]:
+            return None
+        return OneShot(rank, torch.tensor(addresses, dtype=torch.int64, device=device))
 
     def close(self) -> None:
-        if dist.is_initialized():
+        # NCCL would wait for the other ranks and for graphs; the process ends with all that it holds.
+        if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, residual: Tensor | None = None) -> None:
+        if self._one_shot is not None and self._one_shot.takes(tensor, residual):
+            self._one_shot.all_reduce(tensor, residual)
+            return
         if tensor.numel():
             dist.all_reduce(tensor)
+        if residual is not None:
+            residual.add_(tensor)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         is_first = self.shard.rank == 0
@@ -111,6 +154,10 @@ class RankGroup:
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return [int(number) for number in least.tolist()]
 
+    def agree(self, device: torch.device, is_so: bool) -> bool:
+        """Return whether it is so on all ranks."""
+        return self.least(device, int(is_so)) == [1]
+
     def share_tokens(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Write the first rank's tokens at these places of a row table to the others' tables."""
         shared = tokens[rows, positions]
@@ -123,14 +170,18 @@ def rank_device(device: torch.device, shard: Shard) -> torch.device:
     """Return the device of a rank: a CPU is everyone's, and each has a GPU of its own."""
     if device.type != "cuda" or shard.size == 1:
         return device
-    if torch.cuda.device_count() < shard.size:
+    if torch.cuda.device_count() < shard.size and not _shares_gpu(shard.size):
         raise ConfigError(
             f"--tensor-parallel-size {shard.size} needs as many GPUs; torch sees {torch.cuda.device_count()}.",
             hint="Set a lower one, or --device cpu.",
         )
-    own = torch.device("cuda", shard.rank)
+    own = torch.device("cuda", shard.rank % torch.cuda.device_count())
     torch.cuda.set_device(own)
     return own
+
+
+def _shares_gpu(num_ranks: int) -> bool:
+    return torch.cuda.device_count() < num_ranks and SHARED_GPU in os.environ
 
 
 class ShardedLoraRows(LoraRows):
@@ -161,10 +212,14 @@ class ShardedRunner(Runner):
         group: RankGroup,
         adapters: LoraRows,
         *,
+        graphs: StepGraphs | None = None,
+        warm_up: WarmUp | None = None,
         draft_model: DraftModel | None = None,
         denoiser: Denoiser | None = None,
     ) -> None:
-        super().__init__(stepper, draft_model=draft_model, denoiser=denoiser, adapters=adapters)
+        super().__init__(
+            stepper, graphs=graphs, warm_up=warm_up, draft_model=draft_model, denoiser=denoiser, adapters=adapters
+        )
         self._group = group
 
     def _drafts(self, rows: Tensor, positions: Tensor) -> DraftedTokens:
@@ -198,6 +253,11 @@ class LeadingRunner(ShardedRunner):
         with no_way_back():
             return super().execute(plan)
 
+    def _prepare_steps(self) -> bool:
+        self._group.tell(Prepare())
+        with no_way_back():
+            return super()._prepare_steps()
+
     def _sampled(
         self, rows: list[Row], output: ForwardOutput, drafts: DraftedTokens | None, masks: Masks | None = None
     ) -> SampledBatch | None:
@@ -218,6 +278,8 @@ class FollowingRunner(ShardedRunner):
                 launched = self._launch(plan)
                 if launched is not None and launched.sampling:
                     self._share_sampled(launched.sampling)
+            case Prepare():
+                self._prepare_steps()
             case PlaceAdapter(adapter=adapter, in_use=in_use):
                 # One that cannot be read here ends this rank, and its engine with it.
                 weights = self.adapters.read(adapter).result()

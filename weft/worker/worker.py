@@ -117,7 +117,9 @@ class Worker:
                 max_embedding_bytes=config.scheduler.max_embedding_mb << 20,
             )
             compiling = None
-            if hashing is not None and (steps := _future_steps(self.limits, kv_dtype, target, draft)):
+            # The kernels of one rank are those of all.
+            is_first = shard.rank == 0
+            if hashing is not None and is_first and (steps := _future_steps(self.limits, kv_dtype, target, draft)):
                 compiling = CompileAhead(
                     steps,
                     torch.cuda.get_device_capability(device),
@@ -127,21 +129,24 @@ class Worker:
             draft_model = draft.load(plan.max_model_len) if draft is not None else None
             if compiling is not None:
                 compiling.wait_for_largest()
+            if ranks is not None:
+                ranks.least(device, 0)
         models = [one for one in (model, draft_model) if one is not None]
         weights_bytes = sum(one.weights.num_bytes for one in models) + beside_bytes
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
         on_cpu = device.type == "cpu"
-        # There are no graphs with collective operations in them.
-        has_graphs = not on_cpu and is_on("graphs") and ranks is None
+        has_graphs = not on_cpu and is_on("graphs")
         if device.type == "cuda":
             if has_graphs:
                 shapes = graph_shapes(_most_decodes(self.limits))
                 # Steps with adapters have graphs of their own.
-                graphs = graphs_bytes(geometry, dtype, shapes * 2 if config.model.wants_adapters else shapes)
+                # The first rank's graphs have the logits of all.
+                widest = replace(geometry, vocab_size=target.whole.vocab_size)
+                size = graphs_bytes(widest, dtype, shapes * 2 if config.model.wants_adapters else shapes)
                 if draft is not None:
                     shapes = graph_shapes(self.limits.max_speculative_tokens, with_prefills=False)
-                    graphs += graphs_bytes(draft.geometry, dtype, shapes)
-                room = replace(room, graphs=graphs)
+                    size += graphs_bytes(draft.geometry, dtype, shapes)
+                room = replace(room, graphs=size)
             room = measured(room, models, table, self.limits, kv_dtype, denoiser=denoiser)
             plan = plan_for(room, weights_bytes=weights_bytes)
             plan = plan if ranks is None else _common(plan, ranks, device)
@@ -153,19 +158,32 @@ class Worker:
             most, stepper = self.limits.max_speculative_tokens, steppers[1]
             drafter = DraftModel(stepper, StepGraphs(stepper, most, with_prefills=False) if has_graphs else None)
         slots = config.scheduler.max_loras, largest_rank(config)
+        graphs, warm_up = None, None
+        if has_graphs:
+            agree = partial(ranks.agree, device) if ranks is not None else None
+            graphs = StepGraphs(steppers[0], _most_decodes(self.limits), agree=agree)
+        if not on_cpu:
+            # A draft model would part the first rank from the others.
+            warm_up = WarmUp(*(steppers if ranks is None else steppers[:1]))
         if ranks is None:
             self.runner = Runner(
                 steppers[0],
-                graphs=StepGraphs(steppers[0], _most_decodes(self.limits)) if has_graphs else None,
-                warm_up=None if on_cpu else WarmUp(*steppers),
+                graphs=graphs,
+                warm_up=warm_up,
                 draft_model=drafter,
                 denoiser=denoiser,
                 adapters=LoraRows(steppers[0], *slots),
             )
         else:
-            adapters = ShardedLoraRows(steppers[0], ranks, *slots)
-            runner = FollowingRunner if shard.rank else LeadingRunner
-            self.runner = runner(steppers[0], ranks, adapters, draft_model=drafter, denoiser=denoiser)
+            self.runner = (FollowingRunner if shard.rank else LeadingRunner)(
+                steppers[0],
+                ranks,
+                ShardedLoraRows(steppers[0], ranks, *slots),
+                graphs=graphs,
+                warm_up=warm_up,
+                draft_model=drafter,
+                denoiser=denoiser,
+            )
         if compiling is not None:
             compiling.wait()
             # Requests that are waiting find the kernels of the first steps loaded.
@@ -246,7 +264,7 @@ class OpenModel:
         self.files = files
         self._device, self.dtype, self._ranks = device, dtype, ranks
         self.whole, self._source = opened.enter_context(open_model(files))
-        shard = ranks.shard if ranks is not None else WHOLE
+        self.shard = shard = ranks.shard if ranks is not None else WHOLE
         check_shards(self.whole, shard.size)
         self.geometry = shard.config(self.whole)
         """The geometry of this rank's part."""
@@ -268,22 +286,25 @@ class OpenModel:
             self.weights_bytes = stored.shared_by(shard.size).held_in_panels(dtype)
 
     def load(self, max_model_len: int) -> DenseModel:
-        shard = self._ranks.shard if self._ranks is not None else WHOLE
         weights = load_weights(
             self.files, self.whole, self._source,
-            dtype=self.dtype, device=self._device, panels=self._panels, linears=self._linears, shard=shard,
+            dtype=self.dtype, device=self._device, panels=self._panels, linears=self._linears, shard=self.shard,
         )  # fmt: skip
         ops = ops_for(self._device.type)
         if self._ranks is None:
             return DenseModel(self.whole, weights, ops, max_model_len)
-        return ShardedDense(self.whole, shard, weights, ops, self._ranks, max_model_len)
+        return ShardedDense(self.whole, self.shard, weights, ops, self._ranks, max_model_len)
 
 
 def _future_steps(
     limits: Limits, kv_dtype: torch.dtype, target: OpenModel, draft: OpenModel | None
 ) -> list[FutureSteps]:
     """Return the steps whose kernels are known before the weights are read: those of all but GGUF files."""
-    steps = [FutureSteps(target.geometry, target.dtype, kv_dtype, target.multiplied, limits, _most_decodes(limits))]
+    steps = [
+        FutureSteps(
+            target.whole, target.dtype, kv_dtype, target.multiplied, limits, _most_decodes(limits), shard=target.shard
+        )
+    ]
     if draft is not None:
         most, linears = limits.max_speculative_tokens, draft.multiplied
         steps.append(FutureSteps(draft.geometry, draft.dtype, kv_dtype, linears, limits, most, with_prefills=False))
