@@ -1049,12 +1049,15 @@ def run(name: str) -> str:
     return ""
 
 
+def case_processes() -> ProcessPoolExecutor:
+    """Return processes to share the cases: most of their time is the compiler's."""
+    return ProcessPoolExecutor(min(12, os.cpu_count() or 1), multiprocessing.get_context("spawn"))
+
+
 def main() -> int:
-    """Most of the time is the compiler's: several processes share the cases."""
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     names = [name for name in cases() if wanted in name]
-    workers = min(12, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with case_processes() as pool:
         wrong = {name: what for name, what in zip(names, pool.map(run, names), strict=True) if what}
     for name, what in wrong.items():
         print(f"FAILED {name}: {what}")

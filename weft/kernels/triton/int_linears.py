@@ -396,7 +396,9 @@ def _values(weight: IntWeight) -> tuple[Tensor, Tensor, Tensor]:
 def _kind(weight: IntWeight) -> dict[str, int | str]:
     """Return what kernels for such weights are compiled for."""
     kind = "minima" if weight.minima is not None else "zeros" if weight.zeros is not None else ""
-    unpack = _unpacking(weight.scales.dtype, weight.bits, kind == "minima") if weight.numbers.is_cuda else ""
+    # Tensors without memory stand for those of a GPU.
+    is_interpreted = weight.numbers.device.type == "cpu"
+    unpack = "" if is_interpreted else _unpacking(weight.scales.dtype, weight.bits, kind == "minima")
     return {"GROUP": weight.group_size, "BITS": weight.bits, "KIND": kind, "UNPACK": unpack}
 
 
