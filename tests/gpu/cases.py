@@ -924,7 +924,7 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_int4_minima, rows, 256, 320, FP16)
     for gated in (False, True):
         for config in (
-            int_linears.IntConfig(8, 2, 3, 4, 3),
+            int_linears.IntConfig(8, 2, 3, 4, 2, ahead=3),
             int_linears.IntConfig(8, 2, 2, 4, 3, whole=1),
             int_linears.IntConfig(16, 4, 4, 4, 3),
             int_linears.IntConfig(128, 2, 2, 8, 3, whole=9),
