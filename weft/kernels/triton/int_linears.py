@@ -299,7 +299,7 @@ def _int_kernel(
         for turn in tl.static_range(AHEAD):
             block = first + turn
             loaded = _load_block(words_at, scales_at, added_at, block, block < last, GROUP, BITS, KIND)
-            held = held + (loaded,)  # noqa: RUF005 (the compiler does not know the other way)
+            held = held + (loaded,)  # type: ignore[assignment]  # noqa: RUF005 (the compiler knows no other way)
         wait_for_inputs(PDL)
         if ADD:
             added_to = job // row_jobs * OWN + tl.arange(0, OWN)[:, None]
@@ -314,7 +314,7 @@ def _int_kernel(
                 quarters = _weights(held[turn], GROUP, TILES, BITS, KIND, UNPACK)
                 later = block + AHEAD
                 loaded = _load_block(words_at, scales_at, added_at, later, later < last, GROUP, BITS, KIND)
-                coming = coming + (loaded,)  # noqa: RUF005
+                coming = coming + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
                 column = block * _BLOCK + tl.arange(0, _BLOCK // 4)[None, :]
                 is_there = is_row & (block < last)
                 y = _add_quarter(y, quarters[0], x_at, column, k, is_there, TILES, EVEN_K)
