@@ -396,8 +396,7 @@ def int_config(rows: int, num_tiles: int, num_blocks: int, gated: bool, bits: in
     jobs = triton.cdiv(num_tiles, tiles)
     neighbours, registers = (3, 168) if padded == 64 or (padded == 8 and gated) else (4, 128)
     split_k = min(neighbours * _MULTIPROCESSORS // jobs, num_blocks // (4 if padded == 8 else 8))
-    # Blocks of eight bits take twice the registers.
-    return IntConfig(padded, tiles, max(1, split_k), 4, 2 if padded == 8 else 3, registers, ahead=1 if bits == 8 else 2)
+    return IntConfig(padded, tiles, max(1, split_k), 4, 2 if padded == 8 else 3, registers)
 
 
 def dequantised(weight: IntWeight, dtype: torch.dtype) -> Tensor:
