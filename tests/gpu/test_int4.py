@@ -72,11 +72,13 @@ def test_an_adapter_is_added(tmp_path: Path) -> None:
     folder = model_at("awq-128", tmp_path)
     adapter = Adapter(name="style", number=1, path=str(save_adapter("qwen3", tmp_path / "adapter", 1)))
     adapted = replace(request("r", PROMPTS[1], 4), adapter=adapter)
+    gpu = on_gpu(folder, dtype="float16")
     with watched_logits() as seen:
-        run(on_gpu(folder, dtype="float16"), [adapted])
+        run(gpu, [adapted])
     with watched_logits() as wanted:
         run(under_reference(load(folder)), [adapted])
     found, expected = seen[0].float().cpu(), wanted[0].float()
+    assert found.shape == expected.shape
     assert (found - expected).norm() / expected.norm() < 0.01
 
 

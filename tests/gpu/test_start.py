@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 import triton
 from weft.hub.resolve import find_model
-from weft.options import BackendOptions, Config, ModelOptions
+from weft.options import BackendOptions, CacheOptions, Config, ModelOptions
 from weft.worker.worker import Worker
 
 compiled = []
@@ -35,6 +35,7 @@ triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or 
 config = Config(
     model=ModelOptions(model=sys.argv[1], device="cuda", load_format="dummy"),
     backend=BackendOptions(quantization=sys.argv[2]),
+    cache=CacheOptions(kv_cache_memory_mb=1000),
 )
 runner = Worker(config, find_model(config)).runner
 while runner.prepare():

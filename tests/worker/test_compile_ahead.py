@@ -73,3 +73,6 @@ def test_the_kernels_of_steps_are_found_without_a_gpu(
         steps.compute()
     assert expected | {"_norm_kernel", "_threshold_kernel", "_row_kernel"} <= {one.kernel.__name__ for one in launches}
     assert len(set(launches)) == len(launches)
+    # Numbers are unpacked as a GPU does it, not as the interpreter.
+    unpacking = [one for one in launches if one.kernel.__name__ in ("_int_kernel", "_dequantise_kernel")]
+    assert all("lop3.b32" in one.specialisation for one in unpacking)

@@ -346,7 +346,7 @@ def decode_attention(
             partials, statistics, counters, qkv.stride(0), block_tables.stride(0), out.stride(0), heads.num_heads,
             plan.num_splits, triton.cdiv(plan.min_tokens, _FP8_TOKENS), heads.scale * _LOG2_E,
             **shape, ROWS=max(8, triton.next_power_of_2(group)), PADDED=max(32, padded), TOKENS=_FP8_TOKENS,
-            NATIVE=out.is_cuda, num_warps=_FP8_WARPS, num_stages=_FP8_STAGES, **launch_options(),
+            NATIVE=out.device.type != "cpu", num_warps=_FP8_WARPS, num_stages=_FP8_STAGES, **launch_options(),
         )  # fmt: skip
         return out
     _decode_kernel[grid](

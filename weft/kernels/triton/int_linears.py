@@ -82,6 +82,8 @@ class IntConfig(NamedTuple):
     """The most of a thread."""
     whole: int = 0
     """Jobs, the first ones, that programs do not share."""
+    ahead: int = 2
+    """Blocks of weights that a program of few rows has on their way, the first of them before its inputs are there."""
 
 
 @triton.jit
@@ -91,20 +93,41 @@ def _by_word(values, TILES: tl.constexpr):
 
 
 @triton.jit
-def _group_values(at, block, GROUP: tl.constexpr):
+def _load(at, inside, THREADS: tl.constexpr):
+    """Return what is there. With `inside`, zeros where that is false, straight into the registers of the threads that
+    multiply it: the compiler gives them the first dimension to share, and THREADS is theirs."""
+    if inside is None:
+        values = tl.load(at)
+    elif THREADS == 2:
+        values = tl.permute(tl.load(tl.permute(at, [2, 0, 1, 3]), mask=inside, other=0), [1, 2, 0, 3])
+    elif len(at.shape) == 4:
+        values = tl.permute(tl.load(tl.permute(at, [1, 0, 2, 3]), mask=inside, other=0), [1, 0, 2, 3])
+    else:
+        values = tl.permute(tl.load(tl.permute(at, [1, 0, 2]), mask=inside, other=0), [1, 0, 2])
+    return values
+
+
+@triton.jit
+def _load_group_values(at, block, inside, GROUP: tl.constexpr):
+    if GROUP >= _BLOCK:
+        values = _load(at + block * _BLOCK // GROUP * _TILE, inside, 1)
+    else:
+        values = _load(at + block * (_TILE * (_BLOCK // GROUP)), inside, 1)
+    return values
+
+
+@triton.jit
+def _group_values(values, GROUP: tl.constexpr):
     """Return the values of the groups that the four quarters of a block belong to."""
     if GROUP >= _BLOCK:
-        first = tl.load(at + block * _BLOCK // GROUP * _TILE)
-        second, third, fourth = first, first, first
+        first, second, third, fourth = values, values, values, values
+    elif GROUP == _BLOCK // 2:
+        first, third = tl.split(values)
+        second, fourth = first, third
     else:
-        values = tl.load(at + block * (_TILE * (_BLOCK // GROUP)))
-        if GROUP == _BLOCK // 2:
-            first, third = tl.split(values)
-            second, fourth = first, third
-        else:
-            even, odd = tl.split(tl.reshape(values, [values.shape[0], 128, 2, 2, 2]))
-            first, third = tl.split(even)
-            second, fourth = tl.split(odd)
+        even, odd = tl.split(tl.reshape(values, [values.shape[0], 128, 2, 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
     return first, second, third, fourth
 
 
@@ -120,19 +143,32 @@ def _numbers(words, scale, added, AT: tl.constexpr, BITS: tl.constexpr, KIND: tl
 
 
 @triton.jit
-def _weights(words_at, scales_at, added_at, block, GROUP: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr,
-             KIND: tl.constexpr, UNPACK: tl.constexpr):  # fmt: skip
-    """Return the four quarters of a block of weights, as the threads hold them. KIND says what groups have beside
-    scales: "zeros", "minima" or nothing; UNPACK is the hardware's way to unpack numbers, or empty."""
-    words = tl.load(words_at + block * (_WORDS * (BITS // 4)))
+def _load_block(words_at, scales_at, added_at, block, inside, GROUP: tl.constexpr, BITS: tl.constexpr,
+                KIND: tl.constexpr):  # fmt: skip
+    """Return the words of a block, and its groups' scales and what they have beside them; zeros where the block is not
+    inside. KIND says what that is: "zeros", "minima" or nothing."""
+    words = _load(words_at + block * (_WORDS * (BITS // 4)), inside, 2)
     others = words
     if BITS == 8:
-        others = tl.load(words_at + block * (_WORDS * 2) + _WORDS)
-    scale0, scale1, scale2, scale3 = _group_values(scales_at, block, GROUP)
+        others = _load(words_at + block * (_WORDS * 2) + _WORDS, inside, 2)
+    scales = _load_group_values(scales_at, block, inside, GROUP)
+    added = scales
+    if KIND != "":
+        added = _load_group_values(added_at, block, inside, GROUP)
+    return words, others, scales, added
+
+
+@triton.jit
+def _weights(loaded, GROUP: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+             UNPACK: tl.constexpr):  # fmt: skip
+    """Return the four quarters of a block of weights, as the threads hold them. UNPACK is the hardware's way to unpack
+    numbers, or empty."""
+    words, others, scales, added = loaded
+    scale0, scale1, scale2, scale3 = _group_values(scales, GROUP)
     added0 = tl.full(scale0.shape, _MIDDLE, scale0.dtype)
     added1, added2, added3 = added0, added0, added0
     if KIND != "":
-        added0, added1, added2, added3 = _group_values(added_at, block, GROUP)
+        added0, added1, added2, added3 = _group_values(added, GROUP)
     if UNPACK == "":
         first = _numbers(words, _by_word(scale0, TILES), _by_word(added0, TILES), 0, BITS, KIND)
         second = _numbers(words, _by_word(scale1, TILES), _by_word(added1, TILES), 1, BITS, KIND)
@@ -145,17 +181,17 @@ def _weights(words_at, scales_at, added_at, block, GROUP: tl.constexpr, TILES: t
             # What the exponent of whole numbers adds is taken away with the zero.
             MAGIC: tl.constexpr = -128 if scale0.dtype == tl.bfloat16 else -1024
             added0, added1, added2, added3 = MAGIC - added0, MAGIC - added1, MAGIC - added2, MAGIC - added3
-        scales = (
+        scale = (
             _by_word(scale0, TILES), _by_word(scale1, TILES), _by_word(scale2, TILES), _by_word(scale3, TILES),
         )  # fmt: skip
-        added = (
+        offset = (
             _by_word(added0, TILES), _by_word(added1, TILES), _by_word(added2, TILES), _by_word(added3, TILES),
         )  # fmt: skip
         if BITS == 4:
             first, second, third, fourth = tl.inline_asm_elementwise(
                 UNPACK,
                 "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
-                [words, scales[0], scales[1], scales[2], scales[3], added[0], added[1], added[2], added[3]],
+                [words, scale[0], scale[1], scale[2], scale[3], offset[0], offset[1], offset[2], offset[3]],
                 dtype=(scale0.dtype, scale0.dtype, scale0.dtype, scale0.dtype),
                 is_pure=True,
                 pack=2,
@@ -164,7 +200,7 @@ def _weights(words_at, scales_at, added_at, block, GROUP: tl.constexpr, TILES: t
             first, second, third, fourth = tl.inline_asm_elementwise(
                 UNPACK,
                 "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-                [words, others, scales[0], scales[1], scales[2], scales[3], added[0], added[1], added[2], added[3]],
+                [words, others, scale[0], scale[1], scale[2], scale[3], offset[0], offset[1], offset[2], offset[3]],
                 dtype=(scale0.dtype, scale0.dtype, scale0.dtype, scale0.dtype),
                 is_pure=True,
                 pack=2,
@@ -222,7 +258,7 @@ def _int_kernel(
     num_rows, num_outputs, k, num_tiles, num_blocks, num_groups, x_stride, residual_stride, whole,
     GROUP: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, UNPACK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A job is TILES tiles of weights times ROWS rows. `num_outputs` counts columns of `out`. Gated, the second half of
     a job's tiles are the ups of the first."""
@@ -237,7 +273,6 @@ def _int_kernel(
     part = tl.where(is_sharing, sharing % SPLIT_K, 0)
     first = num_blocks * part // SPLIT_K
     last = tl.where(is_sharing, num_blocks * (part + 1) // SPLIT_K, num_blocks)
-    wait_for_inputs(PDL)
 
     tile = job // row_jobs * OWN_TILES + tl.arange(0, TILES) % OWN_TILES
     if GATED:
@@ -249,28 +284,46 @@ def _int_kernel(
     row = job % row_jobs * ROWS + tl.arange(0, ROWS)
     x_at = x + row.to(tl.int64)[:, None] * x_stride
     is_row = (row < num_rows)[:, None]
+    rows = row[None, :]
     y = tl.zeros([TILES * _TILE, ROWS], dtype=tl.float32)
     if ROWS >= 16:
+        wait_for_inputs(PDL)
         for block in range(first, last):
-            weights = _whole_tile(
-                _weights(words_at, scales_at, added_at, block, GROUP, TILES, BITS, KIND, UNPACK), TILES
-            )
+            loaded = _load_block(words_at, scales_at, added_at, block, None, GROUP, BITS, KIND)
+            weights = _whole_tile(_weights(loaded, GROUP, TILES, BITS, KIND, UNPACK), TILES)
             column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
             inputs = tl.load(x_at + column, mask=is_row & (EVEN_K | (column < k)), other=0.0)
             y = tl.dot(weights, tl.trans(inputs), y)
     else:
+        held = ()
+        for turn in tl.static_range(AHEAD):
+            block = first + turn
+            loaded = _load_block(words_at, scales_at, added_at, block, block < last, GROUP, BITS, KIND)
+            held = held + (loaded,)  # type: ignore[assignment]  # noqa: RUF005 (the compiler knows no other way)
+        wait_for_inputs(PDL)
+        if ADD:
+            added_to = job // row_jobs * OWN + tl.arange(0, OWN)[:, None]
+            is_added_to = (added_to < num_outputs) & (rows < num_rows)
+            total = tl.load(residual + rows * residual_stride + added_to, mask=is_added_to, other=0.0)
         # The matrix units for so few rows take operands in the order of quarters; four sums do not wait for each other.
         y1, y2, y3 = tl.zeros_like(y), tl.zeros_like(y), tl.zeros_like(y)
-        for block in range(first, last):
-            quarters = _weights(words_at, scales_at, added_at, block, GROUP, TILES, BITS, KIND, UNPACK)
-            column = block * _BLOCK + tl.arange(0, _BLOCK // 4)[None, :]
-            y = _add_quarter(y, quarters[0], x_at, column, k, is_row, TILES, EVEN_K)
-            y1 = _add_quarter(y1, quarters[1], x_at, column + _BLOCK // 4, k, is_row, TILES, EVEN_K)
-            y2 = _add_quarter(y2, quarters[2], x_at, column + _BLOCK // 2, k, is_row, TILES, EVEN_K)
-            y3 = _add_quarter(y3, quarters[3], x_at, column + 3 * _BLOCK // 4, k, is_row, TILES, EVEN_K)
+        for begin in range(first, last, AHEAD):
+            coming = ()
+            for turn in tl.static_range(AHEAD):
+                block = begin + turn
+                quarters = _weights(held[turn], GROUP, TILES, BITS, KIND, UNPACK)
+                later = block + AHEAD
+                loaded = _load_block(words_at, scales_at, added_at, later, later < last, GROUP, BITS, KIND)
+                coming = coming + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
+                column = block * _BLOCK + tl.arange(0, _BLOCK // 4)[None, :]
+                is_there = is_row & (block < last)
+                y = _add_quarter(y, quarters[0], x_at, column, k, is_there, TILES, EVEN_K)
+                y1 = _add_quarter(y1, quarters[1], x_at, column + _BLOCK // 4, k, is_there, TILES, EVEN_K)
+                y2 = _add_quarter(y2, quarters[2], x_at, column + _BLOCK // 2, k, is_there, TILES, EVEN_K)
+                y3 = _add_quarter(y3, quarters[3], x_at, column + 3 * _BLOCK // 4, k, is_there, TILES, EVEN_K)
+            held = coming
         y = (y + y1) + (y2 + y3)
 
-    rows = row[None, :]
     is_whole = (SPLIT_K == 1) | (sharing < 0)
     if SPLIT_K > 1:  # noqa: SIM102 (known when compiling)
         if is_sharing:
@@ -295,7 +348,8 @@ def _int_kernel(
             biases = tl.load(bias + own, mask=own < num_outputs, other=0.0)
             z = (z.to(tl.float32) + biases.to(tl.float32)).to(z.dtype)
         if ADD:
-            total = tl.load(residual + at * residual_stride + own, mask=inside, other=0.0)
+            if ROWS >= 16:
+                total = tl.load(residual + at * residual_stride + own, mask=inside, other=0.0)
             z = (total.to(tl.float32) + z.to(tl.float32)).to(z.dtype)
             tl.store(residual + at * residual_stride + own, z, mask=inside)
         else:
@@ -309,10 +363,11 @@ def _dequantise_kernel(
 ):  # fmt: skip
     tile, block = tl.program_id(1), tl.program_id(0)
     tiles = tile + tl.arange(0, 1)
-    quarters = _weights(
+    loaded = _load_block(
         _words_of(numbers, tiles, num_blocks, BITS), _values_of(scales, tiles, num_groups, GROUP),
-        _values_of(added, tiles, num_groups, GROUP), block, GROUP, 1, BITS, KIND, UNPACK,
+        _values_of(added, tiles, num_groups, GROUP), block, None, GROUP, BITS, KIND,
     )  # fmt: skip
+    quarters = _weights(loaded, GROUP, 1, BITS, KIND, UNPACK)
     row = tile * _TILE + tl.arange(0, _TILE)[:, None]
     column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     # The kernel before this one may still read what is overwritten.
@@ -336,11 +391,12 @@ def int_config(rows: int, num_tiles: int, num_blocks: int, gated: bool, bits: in
         rest = jobs % _MULTIPROCESSORS
         split_k = max(1, min(_MULTIPROCESSORS // max(1, rest), num_blocks // 4))
         return IntConfig(padded, 2, split_k, 8, 3, whole=jobs - rest)
-    padded, neighbours, registers = next(each for each in ((8, 5, 255), (32, 4, 128), (64, 3, 168)) if rows <= each[0])
+    padded = next(each for each in (8, 32, 64) if rows <= each)
     tiles = 2 if gated else 1
     jobs = triton.cdiv(num_tiles, tiles)
+    neighbours, registers = (3, 168) if padded == 64 or (padded == 8 and gated) else (4, 128)
     split_k = min(neighbours * _MULTIPROCESSORS // jobs, num_blocks // (4 if padded == 8 else 8))
-    return IntConfig(padded, tiles, max(1, split_k), 4, 3, registers)
+    return IntConfig(padded, tiles, max(1, split_k), 4, 2 if padded == 8 else 3, registers)
 
 
 def dequantised(weight: IntWeight, dtype: torch.dtype) -> Tensor:
@@ -370,7 +426,7 @@ def product(
         return
     num_tiles, num_blocks, _ = weight.numbers.shape
     config = config or int_config(num_rows, num_tiles, num_blocks, gated, weight.bits)
-    rows, tiles, split_k, warps, stages, registers, whole = config
+    rows, tiles, split_k, warps, stages, registers, whole, ahead = config
     num_outputs = out.shape[1]
     jobs = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
     whole = min(whole, jobs)
@@ -382,7 +438,7 @@ def product(
         num_rows, num_outputs, k, num_tiles, num_blocks, weight.num_groups, x.stride(0),
         0 if residual is None else residual.stride(0), whole,
         **_kind(weight), ROWS=rows, TILES=tiles, SPLIT_K=split_k, EVEN_K=k % BLOCK == 0,
-        BIAS=bias is not None, GATED=gated, ADD=residual is not None,
+        BIAS=bias is not None, GATED=gated, ADD=residual is not None, AHEAD=ahead,
         num_warps=warps, num_stages=stages, maxnreg=registers, **launch_options(),
     )  # fmt: skip
 
@@ -396,7 +452,9 @@ def _values(weight: IntWeight) -> tuple[Tensor, Tensor, Tensor]:
 def _kind(weight: IntWeight) -> dict[str, int | str]:
     """Return what kernels for such weights are compiled for."""
     kind = "minima" if weight.minima is not None else "zeros" if weight.zeros is not None else ""
-    unpack = _unpacking(weight.scales.dtype, weight.bits, kind == "minima") if weight.numbers.is_cuda else ""
+    # Tensors without memory stand for those of a GPU.
+    is_interpreted = weight.numbers.device.type == "cpu"
+    unpack = "" if is_interpreted else _unpacking(weight.scales.dtype, weight.bits, kind == "minima")
     return {"GROUP": weight.group_size, "BITS": weight.bits, "KIND": kind, "UNPACK": unpack}
 
 
