@@ -93,7 +93,7 @@ def test_streams_survive_the_death_of_a_rank(long_model: Path) -> None:
             await until(lambda: server.metric("weft_engine_restarts_total") == 1, "another engine")
             await asyncio.to_thread(server.wait_until_ready)
 
-    with TinyServer(long_model, "--image-model", "none", "--tensor-parallel-size", "2") as server:
+    with TinyServer(long_model, "--image-model", "none", "--tensor-parallel-size", "2", "--threads", "1") as server:
         asyncio.run(scenario(server))
 
 
