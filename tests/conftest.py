@@ -44,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # What is imported and collected stays: looking for garbage in it again and again would take seconds.
     gc.disable()
+    # A shell that starts the suite in the background has it ignored, and what the tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux" and hasattr(config, "workerinput"):
         shared_fork_server(engine_environment())
 
