@@ -39,9 +39,6 @@ if _NUM_WORKERS > 1 or "OMP_NUM_THREADS" not in os.environ:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A worker's fork server imports torch beside the collection, with the environment of no test."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell's `make test &` ignores it, and so would the commands that tests interrupt.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     # What is imported and collected stays: looking for garbage in it again and again would take seconds.
     gc.disable()
     # A shell that starts the suite in the background has it ignored, and what the tests start would inherit that.

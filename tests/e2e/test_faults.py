@@ -83,7 +83,7 @@ def test_streams_survive_the_death_of_a_rank(long_model: Path) -> None:
 
     async def scenario(server: TinyServer) -> None:
         async with connect(server) as client:
-            undisturbed = [await stream(client, body) for body in bodies]
+            undisturbed = await asyncio.gather(*(stream(client, body) for body in bodies))
             before = server.metric("weft_generation_tokens_total")
             streams = [asyncio.create_task(stream(client, body)) for body in bodies]
             await until(lambda: server.metric("weft_generation_tokens_total") > before + 10)
