@@ -46,7 +46,7 @@ COMMAND = re.compile(
     r"(?:weft|pip|python3?|curl|grpcurl|docker|kubectl|helm|make|git|npm|vllm|cat|echo|export|sudo|systemctl) ",
     re.MULTILINE,
 )
-SHORT = ("--max-model-len", "1024")
+SHORT = ("--max-model-len", "512")
 """Answers are random, and most requests of the pages set no limit: one that rambles would go on for minutes."""
 EXAMPLE = re.compile(r"(?:[A-Z_]+=\S+ )?python (examples/\w+\.py)\b.*")
 ALONE = re.compile(r"weft (?:doctor|models|plan|show)\b")

@@ -1,7 +1,8 @@
 """A server process over a scripted engine: python -m tests.api.serve_scripted OPTIONS, as JSON.
 
 It starts, and answers, when there is the file that the option `start_when`, or `answer_when`, names. Its engine has
-died for good as long as there is the file of `failed_while`: what is under way ends with an error.
+died for good as long as there is the file of `failed_while`: what is under way ends with an error. With `backoff_s` it
+is started again so soon.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from weft.api.server import serve
 from weft.backends.contract import Health
 from weft.config import load
 from weft.errors import EngineFault, ModelError, WeftError
+from weft.serving import model_slot
 from weft.types import Output
 
 
@@ -33,6 +35,7 @@ class Announcing(ScriptedEngine):
 
 def main() -> None:
     options = json.loads(sys.argv[1])
+    model_slot.BACKOFF_S = options.get("backoff_s", model_slot.BACKOFF_S)
 
     async def wait_for(option: str) -> None:
         if option in options:

@@ -115,14 +115,14 @@ def test_without_an_engine_the_server_tells_its_clients_and_ends_with_1(tmp_path
 
 def test_a_server_that_is_to_go_on_without_an_engine_starts_another(tmp_path: Path) -> None:
     died = tmp_path / "died"
-    with process(failed_while=str(died), settings={"keep_serving_without_engine": True}) as child:
+    with process(failed_while=str(died), backoff_s=0.5, settings={"keep_serving_without_engine": True}) as child:
         url = address_of(child)
         died.touch()
         assert child.stdout.readline() == "engine closed\n"
         health = httpx.get(f"{url}/health", timeout=PATIENCE)
         assert health.status_code == 503 and "given up" in health.text
         refused = httpx.post(url + COMPLETIONS, json=PROMPT, timeout=PATIENCE)
-        assert refused.status_code == 503 and 1 <= int(refused.headers["retry-after"]) <= 5
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         died.unlink()
         wait_until(lambda: httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200, "another engine")
 

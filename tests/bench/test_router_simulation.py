@@ -50,7 +50,7 @@ def test_a_seed_gives_the_same_figures() -> None:
             replace(each, decision_p50_us=0, decision_mean_us=0, decision_p99_us=0) for each in figures(work).values()
         ]
 
-    bursty = replace(WORK, arrivals="bursty", edges=3)
+    bursty = replace(WORK, arrivals="bursty", edges=3, requests=500)
     assert untimed(bursty) == untimed(bursty)
     assert untimed(bursty) != untimed(replace(bursty, seed=1))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -21,138 +22,159 @@ NUM_STREAMS = 4
 
 
 class Two(ExitStack):
-    """Two replicas behind networks that can be cut, and an edge."""
+    """Two replicas behind networks that can be cut, and an edge; tests leave what they killed to the next one."""
 
-    def __init__(self, model: Path, key: Path, of_replica: tuple[str, ...], of_edge: tuple[str, ...]) -> None:
+    def __init__(self, model: Path, key: Path) -> None:
         super().__init__()
-        self.replicas = [self.enter_context(Replica(model, key, *of_replica)) for _ in range(2)]
+        self._model, self._key = model, key
+        self._salts = itertools.count()
+        self.replicas = [self.enter_context(Replica(model, key, *PATIENT)) for _ in range(2)]
         self.proxies = [self.enter_context(Proxy(one.port)) for one in self.replicas]
-        self.edge = Edge(model, key, [proxy.address for proxy in self.proxies], *of_edge)
-        self.enter_context(self.edge)
+        self._flags = [PATIENT, PATIENT]
+        self.edge = self.new_edge(*PATIENT, "--replica-wait-s", "300")
+
+    def new_edge(self, *flags: str) -> Edge:
+        edge = Edge(self._model, self._key, [proxy.address for proxy in self.proxies], *flags)
+        self.enter_context(edge)
+        edge.wait_connected(2)
+        return edge
+
+    def with_replicas(self, *flags: tuple[str, ...]) -> None:
+        """Have two replicas with these flags: those that were killed, or have others, are started anew."""
+        for number, asked in enumerate(flags):
+            if self._flags[number] != asked and self.replicas[number].process.poll() is None:
+                self.replicas[number].kill()
+            if self.replicas[number].process.poll() is not None:
+                self.start(number, *asked)
         self.edge.wait_connected(2)
 
-    def streams(self) -> list[Following]:
+    def start(self, number: int, *flags: str) -> None:
+        """Start a replica where one was."""
+        port = self.replicas[number].port
+        self.replicas[number] = self.enter_context(Replica(self._model, self._key, *flags, port=port))
+        self._flags[number] = flags
+
+    def stream(self, edge: Edge | None = None) -> Following:
+        """A stream whose prompt no replica has cached: what was asked before does not choose its replica."""
+        return Following((edge or self.edge).url, {"cache_salt": str(next(self._salts))})
+
+    def streams(self, edge: Edge | None = None) -> list[Following]:
         """As many streams on each replica, of which all have begun."""
-        streams = [Following(self.edge.url) for _ in range(NUM_STREAMS)]
-        return [stream.wait_for(5) for stream in streams]
-
-    def num_moved(self) -> int:
-        return sum(map(int, re.findall(r"(\d+) requests move", "".join(self.edge.log))))
+        return [stream.wait_for(5) for stream in [self.stream(edge) for _ in range(NUM_STREAMS)]]
 
 
-@contextmanager
-def two(
-    model: Path, key: Path, of_replica: tuple[str, ...] = PATIENT, of_edge: tuple[str, ...] = PATIENT
-) -> Iterator[Two]:
-    with Two(model, key, of_replica, of_edge) as both:
+def num_moved(edge: Edge) -> int:
+    return sum(map(int, re.findall(r"(\d+) requests move", "".join(edge.log))))
+
+
+@pytest.fixture(scope="module")
+def shared(long_model: Path, cluster_key: Path) -> Iterator[Two]:
+    with Two(long_model, cluster_key) as both:
         yield both
 
 
-@contextmanager
-def one_edge(model: Path, key: Path, *flags: str) -> Iterator[tuple[Replica, Edge]]:
-    """One replica, and an edge."""
-    with Replica(model, key, *PATIENT) as only, Edge(model, key, [only.address], *PATIENT, *flags) as edge:
-        assert isinstance(edge, Edge)
-        yield only, edge
+@pytest.fixture(scope="module")
+def brief(shared: Two) -> Edge:
+    """An edge that gives a silent replica up."""
+    return shared.new_edge(*BRIEF)
 
 
-def test_a_replica_is_killed(long_model: Path, cluster_key: Path, expected: Answer) -> None:
-    with two(long_model, cluster_key) as both:
-        streams = both.streams()
-        both.replicas[0].kill()
-        assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
-        assert both.num_moved() > 0
+@pytest.fixture
+def both(shared: Two) -> Two:
+    shared.with_replicas(PATIENT, PATIENT)
+    return shared
 
 
-def test_an_engine_is_killed(long_model: Path, cluster_key: Path, expected: Answer) -> None:
-    with two(long_model, cluster_key) as both:
-        streams = both.streams()
-        for replica in both.replicas:
-            os.kill(replica.engine_pid, signal.SIGKILL)
-        assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
-        assert both.num_moved() == 0, "the replica replaces its engine"
-        assert both.edge.metric("weft_engine_restarts_total") == 2
+def test_a_replica_is_killed(both: Two, expected: Answer) -> None:
+    before, streams = num_moved(both.edge), both.streams()
+    both.replicas[0].kill()
+    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+    wait_until(lambda: num_moved(both.edge) > before, "moved requests in the log")
 
 
-def test_an_engine_is_given_up(long_model: Path, cluster_key: Path, expected: Answer) -> None:
+def test_an_engine_is_killed(both: Two, expected: Answer) -> None:
+    before, restarts = num_moved(both.edge), both.edge.metric("weft_engine_restarts_total")
+    streams = both.streams()
+    for replica in both.replicas:
+        os.kill(replica.engine_pid, signal.SIGKILL)
+    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+    assert num_moved(both.edge) == before, "the replica replaces its engine"
+    wait_until(lambda: both.edge.metric("weft_engine_restarts_total") == restarts + 2, "both restarts")
+
+
+def test_an_engine_is_given_up(shared: Two, expected: Answer) -> None:
     """A replica that has no engine any more ends, and tells no client of it."""
-    with two(long_model, cluster_key, of_replica=(*PATIENT, "--max-restarts", "0")) as both:
-        streams = both.streams()
-        os.kill(both.replicas[0].engine_pid, signal.SIGKILL)
-        assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
-        assert both.replicas[0].process.wait(PATIENCE) == 1
-        assert both.num_moved() > 0
+    shared.with_replicas((*PATIENT, "--max-restarts", "0"), PATIENT)
+    before, streams = num_moved(shared.edge), shared.streams()
+    os.kill(shared.replicas[0].engine_pid, signal.SIGKILL)
+    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+    assert shared.replicas[0].process.wait(PATIENCE) == 1
+    wait_until(lambda: num_moved(shared.edge) > before, "moved requests in the log")
 
 
-def test_an_engine_hangs(long_model: Path, cluster_key: Path, expected: Answer) -> None:
-    with two(long_model, cluster_key, of_replica=BRIEF) as both:
-        streams = both.streams()
-        os.kill(both.replicas[0].engine_pid, signal.SIGSTOP)
-        assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+def test_an_engine_hangs(shared: Two, expected: Answer) -> None:
+    shared.with_replicas((*BRIEF,), PATIENT)
+    streams = shared.streams()
+    os.kill(shared.replicas[0].engine_pid, signal.SIGSTOP)
+    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
 
 
-def test_a_replica_hangs(long_model: Path, cluster_key: Path, expected: Answer) -> None:
-    with two(long_model, cluster_key, of_edge=BRIEF) as both:
-        streams = both.streams()
-        both.replicas[0].process.send_signal(signal.SIGSTOP)
-        assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
-        assert both.num_moved() > 0
-        both.replicas[0].process.send_signal(signal.SIGCONT)
-        both.edge.wait_connected(2)
-        # What it goes on with is of requests that are elsewhere now: they are aborted, and their tokens reach nobody.
-        assert Following(both.edge.url).answer() == expected
+def test_a_replica_hangs(both: Two, brief: Edge, expected: Answer) -> None:
+    brief.wait_connected(2)
+    before, streams = num_moved(brief), both.streams(brief)
+    both.replicas[0].process.send_signal(signal.SIGSTOP)
+    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+    wait_until(lambda: num_moved(brief) > before, "moved requests in the log")
+    both.replicas[0].process.send_signal(signal.SIGCONT)
+    brief.wait_connected(2)
+    # What it goes on with is of requests that are elsewhere now: they are aborted, and their tokens reach nobody.
+    assert both.stream(brief).answer() == expected
 
 
 @pytest.mark.parametrize("cut", ["reset", "silence"])
-def test_the_network_is_cut(long_model: Path, cluster_key: Path, expected: Answer, cut: str) -> None:
-    with two(long_model, cluster_key, of_edge=BRIEF) as both:
-        streams = both.streams()
-        getattr(both.proxies[0], cut)()
-        assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
-        assert both.num_moved() > 0
-        both.proxies[0].resume()
-        both.edge.wait_connected(2)
+def test_the_network_is_cut(both: Two, brief: Edge, expected: Answer, cut: str) -> None:
+    brief.wait_connected(2)
+    before, streams = num_moved(brief), both.streams(brief)
+    getattr(both.proxies[0], cut)()
+    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+    wait_until(lambda: num_moved(brief) > before, "moved requests in the log")
+    both.proxies[0].resume()
+    brief.wait_connected(2)
 
 
-def test_one_after_the_other_dies(long_model: Path, cluster_key: Path, expected: Answer) -> None:
-    """A request that was moved is moved again, with the tokens of both replicas before; engines die in between."""
-    with two(long_model, cluster_key) as both:
-        (stream,) = [Following(both.edge.url).wait_for(5)]
-        both.replicas[0].kill()
-        stream.wait_for(60)
-        os.kill(both.replicas[1].engine_pid, signal.SIGKILL)
-        stream.wait_for(120)
-        with Replica(long_model, cluster_key, *PATIENT, port=both.replicas[0].port):
-            both.edge.wait_connected(2)
-            both.replicas[1].kill()
-            assert stream.answer() == expected
+def test_one_after_the_other_dies(both: Two, expected: Answer) -> None:
+    """A request that was moved is moved again, with the tokens of both replicas before; engines die in between, and
+    at last it waits for a replica."""
+    stream = both.stream().wait_for(5)
+    both.replicas[0].kill()
+    stream.wait_for(60)
+    os.kill(both.replicas[1].engine_pid, signal.SIGKILL)
+    stream.wait_for(120)
+    both.start(0, *PATIENT)
+    both.edge.wait_connected(2)
+    both.replicas[1].kill()
+    stream.wait_for(180)
+    both.replicas[0].kill()
+    both.edge.wait_connected(0)
+    both.start(1, *PATIENT)
+    assert stream.answer() == expected
 
 
-def test_a_stream_waits_for_a_replica(long_model: Path, cluster_key: Path, expected: Answer) -> None:
-    with one_edge(long_model, cluster_key, "--replica-wait-s", "300") as (only, edge):
-        stream = Following(edge.url).wait_for(5)
-        only.kill()
-        edge.wait_connected(0)
-        with Replica(long_model, cluster_key, *PATIENT, port=only.port):
-            assert stream.answer() == expected
+def test_without_a_replica_requests_are_refused_in_time(both: Two) -> None:
+    edge = both.new_edge(*PATIENT, "--replica-wait-s", "1")
+    for replica in both.replicas:
+        replica.kill()
+    edge.wait_connected(0)
+    response = httpx.post(edge.url + "/v1/chat/completions", json=CHAT, timeout=PATIENCE)
+    assert response.status_code == 503, response.text
+    assert int(response.headers["retry-after"]) > 0
+    assert edge.get("/health").status_code == 503
 
 
-def test_without_a_replica_requests_are_refused_in_time(long_model: Path, cluster_key: Path) -> None:
-    with one_edge(long_model, cluster_key, "--replica-wait-s", "1") as (only, edge):
-        only.kill()
-        edge.wait_connected(0)
-        response = httpx.post(edge.url + "/v1/chat/completions", json=CHAT, timeout=PATIENCE)
-        assert response.status_code == 503, response.text
-        assert int(response.headers["retry-after"]) > 0
-        assert edge.get("/health").status_code == 503
-
-
-def test_a_drained_replica_finishes_its_requests(long_model: Path, cluster_key: Path, expected: Answer) -> None:
-    with two(long_model, cluster_key) as both:
-        streams = both.streams()
-        both.replicas[0].process.send_signal(signal.SIGTERM)
-        wait_until(lambda: both.edge.get("/health").status_code == 200)
-        streams += [Following(both.edge.url) for _ in range(2)]
-        assert [stream.answer() for stream in streams] == [expected] * (NUM_STREAMS + 2)
-        assert both.replicas[0].process.wait(300) == 0
-        assert both.num_moved() == 0
+def test_a_drained_replica_finishes_its_requests(both: Two, expected: Answer) -> None:
+    before, streams = num_moved(both.edge), both.streams()
+    both.replicas[0].process.send_signal(signal.SIGTERM)
+    streams += [both.stream() for _ in range(2)]
+    assert [stream.answer() for stream in streams] == [expected] * (NUM_STREAMS + 2)
+    assert both.replicas[0].process.wait(PATIENCE) == 0
+    assert num_moved(both.edge) == before

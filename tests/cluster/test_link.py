@@ -234,9 +234,9 @@ HOSTILE = {
 @pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE)
 @on_a_loop
 async def test_hostile_bytes_get_nobody_in(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_server, "HANDSHAKE_SECONDS", 0.5)
     async with served() as replica:
-        with replica.raw() as sock:
+        with replica.raw() as sock, monkeypatch.context() as brief:
+            brief.setattr(replica_server, "HANDSHAKE_SECONDS", 0.2)
             with suppress(ConnectionError):
                 await asyncio.to_thread(sock.sendall, sent)
             # It ends the connection by itself, after the handshake's time at most, and has said no more than its nonce.
@@ -324,7 +324,9 @@ def tls_options(folder: Path, name: str, ca: str) -> ClusterOptions:
 
 
 @on_a_loop
-async def test_with_tls_both_sides_need_a_certificate_of_the_authority(tmp_path: Path) -> None:
+async def test_with_tls_both_sides_need_a_certificate_of_the_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_certificates(tmp_path)
     ours = tls_options(tmp_path, "ours", "ours")
     async with served(tls_context(ours, is_server=True)) as replica:
@@ -336,7 +338,8 @@ async def test_with_tls_both_sides_need_a_certificate_of_the_authority(tmp_path:
         for options in (tls_options(tmp_path, "ours", "others"), tls_options(tmp_path, "others", "ours")):
             with pytest.raises((OSError, NotAuthenticated)):
                 await connect("127.0.0.1", port, KEY, tls_context(options, is_server=False))
-        with pytest.raises((OSError, NotAuthenticated)):
+        with pytest.raises((OSError, NotAuthenticated)), monkeypatch.context() as brief:
+            brief.setattr(replica_link, "HANDSHAKE_SECONDS", 0.5)  # each side waits for the other
             await connect("127.0.0.1", port, KEY, None)
         with pytest.raises(ConfigError, match="needs"):
             tls_context(ClusterOptions(cluster_tls_cert="x"), is_server=True)

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -98,6 +99,16 @@ class Server:
     def get(self, path: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         return httpx.get(self.url + path, headers=headers, timeout=PATIENCE)
+
+    @contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """Its queue fills meanwhile. The server must have a long --heartbeat-timeout-s, or it starts another."""
+        pid = self.engine_pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
     def metric(self, name: str) -> float:
         found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)

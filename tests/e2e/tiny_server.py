@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +55,6 @@ class TinyServer(Server):
     def errors(self) -> list[str]:
         """The lines of the log that tell of an error."""
         return [line for line in self.log if " ERROR " in line]
-
-    @contextmanager
-    def engine_stopped(self) -> Iterator[None]:
-        """Its queue fills meanwhile. The server must have a long --heartbeat-timeout-s, or it starts another."""
-        os.kill(self.first_engine, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self.first_engine, signal.SIGCONT)
 
     def memory_mb(self) -> dict[str, float]:
         """Resident, of the api process and of its engine."""

@@ -207,7 +207,7 @@ def test_a_request_alone_with_an_engine_that_others_kill_is_not_to_blame(
     pids: list[int] = []
 
     async def scenario() -> None:
-        async with serving(tiny_files, lambda: next(launches)(), heartbeat_timeout_s=8) as engine:
+        async with serving(tiny_files, lambda: next(launches)(), heartbeat_timeout_s=5) as engine:
             stream = asyncio.create_task(answer(engine, POISON, GREEDY))
             for restarts, number in enumerate((signal.SIGKILL, outside)):
                 await until(lambda n=restarts: engine.stats().restarts == n and engine.stats().open_requests)

@@ -355,6 +355,7 @@ def test_two_tabs_write_in_one_chat(open_page: OpenPage) -> None:
     for page in (first, second):
         expect_count(page.locator("article[aria-busy=true]"), 0)
     wait_until(lambda: not any(message.get("isPending") for message in kept_messages(first)), "the store")
+    first.bring_to_front()  # a tab behind another draws once a second, and clicks wait for what is drawn
     first.reload()
     answers(first).nth(1).wait_for()
     assert [answer.get_by_role("alert").count() for answer in answers(first).all()] == [0, 0]

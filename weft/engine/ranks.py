@@ -138,9 +138,9 @@ class Ranks:
     def _watch(self, rank: int, engine: ForkedRank) -> None:
         """Wait for the end of a rank, and tell the api process of it, which replaces the engine."""
         why, from_outside = "", False
+        engine.socket.settimeout(self._silence_s)
         try:
             while (message := receive_from_rank(engine.socket)) is not None:
-                engine.socket.settimeout(self._silence_s)
                 if isinstance(message, Failed):
                     if not hasattr(weft.errors, message.kind):
                         # It may have failed because another has ended, which is heard of in a moment.
