@@ -92,12 +92,11 @@ async def start_replicated(config: Config, files: ModelFiles | None = None) -> R
         files = await asyncio.to_thread(find_model, config)
     options = config.cluster
     if options.replica_addresses:
-        membership: Membership = static_membership(options)
-        key = read_key(options)
+        membership: Membership = static_membership(options, read_key(options))
     else:
         ray = importlib.import_module("weft.cluster.ray_membership")
-        membership, key = await ray.open_ray_membership(config, files)
-    pool = ReplicaPool(config, files, membership, key, tls_context(options, is_server=False))
+        membership = await ray.open_ray_membership(config, files)
+    pool = ReplicaPool(config, files, membership, tls_context(options, is_server=False))
     opening = asyncio.create_task(asyncio.to_thread(open_model_text, files, config.model))
     try:
         await pool.start()
@@ -161,7 +160,7 @@ class ReplicaPool:
     """The replicas of one model, as one client of engines: it takes requests, and hands events to their streams."""
 
     def __init__(
-        self, config: Config, files: ModelFiles, membership: Membership, key: bytes, tls: ssl.SSLContext | None = None
+        self, config: Config, files: ModelFiles, membership: Membership, tls: ssl.SSLContext | None = None
     ) -> None:
         self.config = config
         self.files = files
@@ -170,7 +169,6 @@ class ReplicaPool:
         self.vocabulary: Vocabulary | None = None
         self._moved = 0
         self._membership = membership
-        self._key = key
         self._tls = tls
         self._journal = Journal(config.scheduler.max_embedding_mb << 20)
         self._replicas: dict[str, _Replica] = {}
@@ -437,7 +435,8 @@ class ReplicaPool:
         pause = FIRST_RETRY_SECONDS
         while True:
             try:
-                replica.link = await connect(replica.address.host, replica.address.port, self._key, self._tls)
+                host, port = replica.address.host, replica.address.port
+                replica.link = await connect(host, port, self._membership.key, self._tls)
                 replica.failure = ""
                 await self._read_forever(replica, replica.link)
                 pause = FIRST_RETRY_SECONDS
