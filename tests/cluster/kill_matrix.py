@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.cluster.matrix_clients import CLIENTS, Refused
-from tests.cluster.stages import HandStage, Setting, Stage
+from tests.cluster.stages import Effect, HandStage, Setting, Stage
 from tests.e2e.server import Server
 from tests.waiting import PATIENCE, wait_until
 
@@ -117,25 +117,36 @@ def compared(saw: str, pieces: Sequence[str], expected: Sequence[str]) -> tuple[
     return saw if saw.startswith("FAILED") else "ANOTHER ANSWER", (wanted - got).total(), (got - wanted).total()
 
 
-def run_cell(stage: Stage, row: str, client: str, expected: Sequence[str]) -> Outcome:
-    """Let something die while requests of a client are under way, and return what it saw."""
+def run_cells(stage: Stage, row: str, expected: Answers) -> dict[str, Outcome]:
+    """Let something die while requests of these clients are under way, and return what each saw."""
     death = stage.deaths.get(row)
     others = stage.edges[1:] if death is not None and death.effect == "breaks" else []
     before = _traces(stage.edges[0])
-    asking = [Asking(client, stage.edges[0].url, *(edge.url for edge in others)) for _ in range(2)]
+    urls = [edge.url for edge in (stage.edges[0], *others)]
+    asking = {client: [Asking(client, *urls) for _ in range(2)] for client in expected}
 
     def are_under_way() -> bool:
-        began = client not in STREAMED or all(len(one.at) > 4 for one in asking)
-        return (began and any(stage.running().values())) or not any(one.is_alive() for one in asking)
+        both = [one for client in asking for one in asking[client] if client in STREAMED]
+        began = all(len(one.at) > 4 or not one.is_alive() for one in both)
+        return began and (any(stage.running().values()) or not _any_alive(asking))
 
     wait_until(are_under_way, "requests under way")
     at = time.monotonic()
     if death is not None:
         death.kill()
-    later = Asking(client, (others or stage.edges)[0].url)
-    for one in (*asking, later):
+    later = {client: Asking(client, urls[-1]) for client in expected}
+    for one in (*itertools.chain(*asking.values()), *later.values()):
         one.ended()
     after = _traces(stage.edges[0]) if not others else {}
+    moved = int(sum(after[name] - before[name] for name in after))
+    return {client: _outcome(asking[client], later[client], expected[client], at, moved) for client in expected}
+
+
+def _any_alive(asking: dict[str, list[Asking]]) -> bool:
+    return any(one.is_alive() for one in itertools.chain(*asking.values()))
+
+
+def _outcome(asking: Sequence[Asking], later: Asking, expected: Sequence[str], at: float, moved: int) -> Outcome:
     seen = [compared(one.saw, one.pieces, expected) for one in asking]
     saw, _, _ = max(seen, key=lambda one: (one[0] != ITS_ANSWER, one[1], one[2]))
     timed = [one.seconds(at) for one in asking]
@@ -143,7 +154,7 @@ def run_cell(stage: Stage, row: str, client: str, expected: Sequence[str]) -> Ou
         saw=saw,
         lost=sum(lost for _, lost, _ in seen),
         repeated=sum(repeated for _, _, repeated in seen),
-        moved=int(sum(after[name] - before[name] for name in after)),
+        moved=moved,
         next_s=max(next_s for next_s, _ in timed),
         pause_s=max(pause_s for _, pause_s in timed),
         later=compared(later.saw, later.pieces, expected)[0],
@@ -154,9 +165,8 @@ def _traces(edge: Server) -> dict[str, float]:
     return {name: edge.metric(name) for name in ("weft_requests_moved_total", "weft_engine_restarts_total")}
 
 
-def has_hit(stage: Stage, row: str, outcome: Outcome) -> bool:
+def has_hit(effect: Effect, outcome: Outcome) -> bool:
     """Return whether what died had something to do."""
-    effect = stage.deaths[row].effect if row in stage.deaths else "none"
     if effect == "breaks":
         return outcome.saw != ITS_ANSWER
     return effect == "none" or outcome.moved > 0
@@ -202,20 +212,21 @@ def run_operation(stage: Stage, row: str, expected: Answers) -> dict[str, Outcom
 
 
 def run(
-    rows: Sequence[str], clients: Sequence[str], folder: Path, say: Callable[[str], None] = lambda text: None
+    cells: Mapping[str, Sequence[str]], folder: Path, say: Callable[[str], None] = lambda text: None
 ) -> dict[tuple[str, str], Outcome]:
-    """Run the cells of these rows and clients."""
+    """Run cells: rows, and the clients of each."""
     outcomes = {}
     with Setting(folder) as setting:
-        expected = {client: CLIENTS[client](setting.single.url, lambda: None) for client in clients}
+        asked = [client for client in CLIENTS if any(client in clients for clients in cells.values())]
+        expected = {client: CLIENTS[client](setting.single.url, lambda: None) for client in asked}
         say("a single server has answered")
         for stage_rows, make in _stages(setting):
-            wanted = [row for row in rows if row in stage_rows]
+            wanted = {row: {client: expected[client] for client in cells[row]} for row in stage_rows if row in cells}
             if not wanted:
                 continue
             with make() as stage:
                 say(f"{type(stage).__name__} is ready")
-                for row, client, outcome in _run_rows(stage, wanted, expected):
+                for row, client, outcome in _run_rows(stage, wanted):
                     outcomes[row, client] = outcome
                     say(f"{row}, {client}: {outcome}")
                     if not outcome.is_right:
@@ -235,20 +246,24 @@ def _stages(setting: Setting) -> Iterator[tuple[Sequence[str], Callable[[], Stag
     yield RAY_ROWS, on_ray
 
 
-def _run_rows(stage: Stage, rows: Sequence[str], expected: Answers) -> Iterator[tuple[str, str, Outcome]]:
-    for row in rows:
+def _run_rows(stage: Stage, rows: Mapping[str, Answers]) -> Iterator[tuple[str, str, Outcome]]:
+    for row, expected in rows.items():
         if row in stage.operations:
             for client, outcome in run_operation(stage, row, expected).items():
                 yield row, client, outcome
             stage.mend()
             continue
-        for client, answer in expected.items():
+        effect = stage.deaths[row].effect if row in stage.deaths else "none"
+        each = [{client: answer} for client, answer in expected.items()]
+        # What does not touch requests takes a while to mend, and dies once under all clients.
+        for clients in [expected] if row in stage.deaths and effect == "none" else each:
             for _ in range(TRIES):
-                outcome = run_cell(stage, row, client, answer)
+                outcomes = run_cells(stage, row, clients)
                 stage.mend()
-                if has_hit(stage, row, outcome) or not outcome.is_right:
+                if all(has_hit(effect, one) or not one.is_right for one in outcomes.values()):
                     break
-            yield row, client, outcome
+            for client, outcome in outcomes.items():
+                yield row, client, outcome
 
 
 def main() -> None:
@@ -267,7 +282,8 @@ def main() -> None:
         print(f"{time.monotonic() - began:6.0f} s  {text}", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = run(rows, _named(asked.clients, tuple(CLIENTS)), Path(folder), say)
+        clients = _named(asked.clients, tuple(CLIENTS))
+        outcomes = run(dict.fromkeys(rows, clients), Path(folder), say)
     _print(outcomes)
     sys.exit(not all(one.is_right for one in outcomes.values()))
 
