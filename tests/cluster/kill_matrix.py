@@ -81,6 +81,7 @@ class Asking(threading.Thread):
         super().__init__(daemon=True)
         self._client = CLIENTS[client]
         self._urls = [url, other_url] if other_url else [url]
+        self.began = time.monotonic()
         self.at: list[float] = []
         self.pieces: list[str] = []
         self.saw = ""
@@ -175,7 +176,7 @@ def has_hit(effect: Effect, outcome: Outcome) -> bool:
 def run_operation(stage: Stage, row: str, expected: Answers) -> dict[str, Outcome]:
     """Let an operator do something while all clients ask without a pause, and return what each saw."""
     done = threading.Event()
-    before, began = _traces(stage.edges[0]), time.monotonic()
+    before = _traces(stage.edges[0])
     asked: dict[str, list[Asking]] = {client: [] for client in expected}
 
     def ask_on(client: str) -> None:
@@ -198,7 +199,7 @@ def run_operation(stage: Stage, row: str, expected: Answers) -> dict[str, Outcom
     for client, all_asked in asked.items():
         seen = [compared(one.saw, one.pieces, expected[client]) for one in all_asked]
         wrong = [saw for saw, _, _ in seen if saw != ITS_ANSWER]
-        pauses = [one.seconds(max(began, one.at[0]))[1] for one in all_asked if one.at]
+        pauses = [one.seconds(one.began)[1] for one in all_asked]
         outcomes[client] = Outcome(
             saw=wrong[0] if wrong else f"{len(seen)} answers",
             lost=sum(lost for _, lost, _ in seen),
@@ -299,6 +300,12 @@ def _print(outcomes: dict[tuple[str, str], Outcome]) -> None:
         counts = map(str, (one.lost, one.repeated, one.moved))
         table.add_row(row, client, one.saw, *counts, f"{one.next_s:.1f}", f"{one.pause_s:.1f}", one.later)
     Console(width=170).print(table)
+    rows = {row: [one for (name, _), one in outcomes.items() if name == row] for row, _ in outcomes}
+    clients = list(dict.fromkeys(client for _, client in outcomes))
+    print("\nAs Markdown: the longest pause in seconds, where nothing was lost and nothing repeated.\n")
+    print(f"| what dies | {' | '.join(clients)} |\n|---|{'---|' * len(clients)}")
+    for row, seen in rows.items():
+        print(f"| {row} | {' | '.join(f'{one.pause_s:.1f}' if one.is_right else 'WRONG' for one in seen)} |")
 
 
 if __name__ == "__main__":

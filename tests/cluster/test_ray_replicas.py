@@ -215,3 +215,20 @@ def test_the_edge_serves_on_while_the_head_dies(
     wait_until(lambda: any("Ray is lost" in line for line in edge.log), "the edge's word on it")
     wait_until(lambda: not cluster.nodes[0].raylets(), "the end of a raylet without a head")
     assert Following(edge.url, LONG).answer() == unharmed
+
+
+def test_the_edge_joins_a_head_that_comes_back(cluster: RayCluster, edge: Server, unharmed: Answer) -> None:
+    """Its state is empty: another controller starts other replicas, and has made another key for them."""
+    if cluster.head.process.poll() is None:
+        cluster.head.kill()
+    before = set(connected(edge))
+    cluster.restart_head()
+    for number in range(len(cluster.nodes)):
+        cluster.restart_node(number)
+    wait_until(lambda: len(set(connected(edge)) - before) == 2, "replicas of the new head")
+    assert Following(edge.url, LONG).answer() == unharmed
+
+
+def connected(edge: Server) -> list[str]:
+    """The replicas that take requests of the edge."""
+    return re.findall(r'^weft_replica_ready{.*replica="(\w+)".*} 1', edge.get("/metrics").text, re.M)
