@@ -217,8 +217,8 @@ def run(
 ) -> dict[tuple[str, str], Outcome]:
     """Run cells: rows, and the clients of each."""
     outcomes = {}
-    with Setting(folder) as setting:
-        asked = [client for client in CLIENTS if any(client in clients for clients in cells.values())]
+    asked = [client for client in CLIENTS if any(client in clients for clients in cells.values())]
+    with Setting(folder, has_images="image" in asked) as setting:
         expected = {client: CLIENTS[client](setting.single.url, lambda: None) for client in asked}
         say("a single server has answered")
         for stage_rows, make in _stages(setting):
@@ -248,19 +248,24 @@ def _stages(setting: Setting) -> Iterator[tuple[Sequence[str], Callable[[], Stag
 
 
 def _run_rows(stage: Stage, rows: Mapping[str, Answers]) -> Iterator[tuple[str, str, Outcome]]:
+    is_whole = True
     for row, expected in rows.items():
         if row in stage.operations:
+            if not is_whole:
+                stage.mend()
+            is_whole = True
             for client, outcome in run_operation(stage, row, expected).items():
                 yield row, client, outcome
-            stage.mend()
             continue
         effect = stage.deaths[row].effect if row in stage.deaths else "none"
         each = [{client: answer} for client, answer in expected.items()]
         # What does not touch requests takes a while to mend, and dies once under all clients.
         for clients in [expected] if row in stage.deaths and effect == "none" else each:
             for _ in range(TRIES):
+                if not is_whole:
+                    stage.mend()
                 outcomes = run_cells(stage, row, clients)
-                stage.mend()
+                is_whole = row not in stage.deaths
                 if all(has_hit(effect, one) or not one.is_right for one in outcomes.values()):
                     break
             for client, outcome in outcomes.items():
@@ -294,7 +299,7 @@ def _named(words: str, names: Sequence[str]) -> list[str]:
 
 
 def _print(outcomes: dict[tuple[str, str], Outcome]) -> None:
-    titles = ("what died", "client", "what it saw", "lost", "repeated", "moved", "next byte, s", "longest pause, s")
+    titles = ("what died", "client", "what it saw", "lost", "repeated", "moved or replaced", "next byte, s", "pause, s")
     table = Table(*titles, "a request after it")
     for (row, client), one in outcomes.items():
         counts = map(str, (one.lost, one.repeated, one.moved))

@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE, wait_until
 Seen = Callable[[], None]
 """Called when bytes of an answer came."""
 
-ROWS = {"type": "array", "items": {"type": "integer"}, "minItems": 100, "maxItems": 100}
+ROWS = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
 WEAVE = {"name": "weave", "parameters": {"type": "object", "properties": {"rows": ROWS}, "required": ["rows"]}}
 
 
@@ -29,7 +29,7 @@ class Refused(Exception):
 
 def chat(url: str, seen: Seen) -> list[str]:
     pieces: list[str] = []
-    for event in events(url, "/v1/chat/completions", CHAT | {"max_tokens": 1000}):
+    for event in events(url, "/v1/chat/completions", CHAT | {"max_tokens": 600}):
         seen()
         for choice in _choices(event):
             pieces += [one["token"] for one in (choice.get("logprobs") or {}).get("content", [])]
@@ -41,7 +41,7 @@ def tools(url: str, seen: Seen) -> list[str]:
     """A call whose arguments a grammar bounds, streamed: the pieces are its numbers."""
     body = {
         "model": NAME,
-        "messages": [{"role": "user", "content": "Weave a row. " * 300}],
+        "messages": [{"role": "user", "content": "Weave a row. " * 100}],
         "tools": [{"type": "function", "function": WEAVE}],
         "tool_choice": {"type": "function", "function": {"name": "weave"}},
         "seed": 5,
@@ -86,7 +86,7 @@ def embeddings(url: str, seen: Seen) -> list[str]:
 
 def batch(url: str, seen: Seen) -> list[str]:
     """A file of eight chats. Its progress is what its client can see."""
-    body = {"model": NAME, "messages": CHAT["messages"], "max_tokens": 200, "ignore_eos": True}
+    body = {"model": NAME, "messages": CHAT["messages"], "max_tokens": 100, "ignore_eos": True}
     line = {"method": "POST", "url": "/v1/chat/completions"}
     lines = [{"custom_id": f"line-{number}", "body": body | {"seed": number}} | line for number in range(8)]
     content = "\n".join(map(json.dumps, lines))

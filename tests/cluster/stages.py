@@ -35,14 +35,14 @@ class Death(Struct, frozen=True):
 class Setting(ExitStack):
     """The model that all serve, and a server with an engine of its own, whose answers are the right ones."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, has_images: bool) -> None:
         super().__init__()
         self.folder = folder
         self.model = tiny_models.save_directory("smollm2", folder / "tiny")
         facts = json.loads((self.model / "config.json").read_text())
         (self.model / "config.json").write_text(json.dumps(facts | {"max_position_embeddings": 1 << 14}))
-        images = save_image_model(folder / "dit", 96)
-        self.engine = ("--image-model", str(images), "--image-checkpoint-steps", "5", "--heartbeat-timeout-s", "3")
+        images = str(save_image_model(folder / "dit", 96)) if has_images else "none"
+        self.engine = ("--image-model", images, "--image-checkpoint-steps", "5", "--heartbeat-timeout-s", "3")
         self.single = TinyServer(self.model, "--threads", "1", *self.engine, *self.front("single"))
         self.enter_context(self.single)
 
