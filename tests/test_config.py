@@ -232,7 +232,7 @@ def test_check_shows_what_differs_and_no_key(tmp_path: Path) -> None:
         ("[grpc]\ngrpc_tls_cert = 'a.pem'", "TLS needs a certificate and its key"),
         ("[backend]\nengine = 'cuda-vlm'", "Did you mean 'cuda-vllm'?"),
         ("[backend]\nengine = 'native'\nengine_url = 'http://a/v1'", "--engine-url is set"),
-        ("[fleet]\nmodels_file = '/no/models.json'", "/no/models.json: No such file"),
+        ("[model_pool]\nmodels_file = '/no/models.json'", "/no/models.json: No such file"),
     ],
 )
 def test_check_ends_with_1_where_serve_would_not_start(tmp_path: Path, text: str, said: str) -> None:

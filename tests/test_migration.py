@@ -102,7 +102,7 @@ CY_LLM = {
 def test_a_cy_llm_configuration_is_read(tmp_path: Path, name: str) -> None:
     file = written(tmp_path, name, CY_LLM)
     config = load(file=file, env={})
-    assert (config.backend.engine, config.fleet.models_file) == ("remote", str(file))
+    assert (config.backend.engine, config.model_pool.models_file) == ("remote", str(file))
     engines = {name: entry.config.backend.engine for name, entry in ModelsFromFile(config).entries.items()}
     assert engines == {"a": "remote", "b": "native"}
     as_registry = load(env={"CY_LLM_MODEL_REGISTRY_PATH": str(file)})

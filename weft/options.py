@@ -580,7 +580,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     server: ServerOptions = ServerOptions()
     limits: LimitOptions = LimitOptions()
     grpc: GrpcOptions = GrpcOptions()
-    fleet: ModelPoolOptions = ModelPoolOptions()
+    model_pool: ModelPoolOptions = ModelPoolOptions()
     cluster: ClusterOptions = ClusterOptions()
 
 

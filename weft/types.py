@@ -264,6 +264,17 @@ class LatentCheckpoint(Struct, frozen=True):
     """float32: the latents, then what a pipeline's scheduler remembers, each in the latents' shape."""
 
 
+class TraceContext(Struct, frozen=True):
+    """The place of a request in a trace. It goes with the request from an edge to a replica."""
+
+    traceparent: str
+    """The span of the edge, as the header of W3C's Trace Context names it."""
+    replica: str = ""
+    """The replica that the request is sent to, by the name that the edge has for it."""
+    moves: int = 0
+    """Replicas that were lost while they had the request."""
+
+
 class Request(Struct, frozen=True, kw_only=True):
     """One generation as the engine sees it: integers only, every default resolved."""
 
@@ -282,6 +293,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """Of a tenant's waiting requests those of the lowest number go first."""
     tenant: str = ""
     """The tenant whose request it is: tenants get equal shares of the engine."""
+    session: str = ""
+    """Requests of one session are sent to one of several replicas, while that costs little."""
     sibling_of: str = ""
     """The id of a request with the same prompt, whose blocks this one shares as soon as they are computed."""
     pooling: Pooling | None = None
@@ -296,6 +309,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """None: the model as it is."""
     embeds: list[EmbedsSegment] = []
     """Rows that enter the model in the place of the embeddings of token ids, in the order of their positions."""
+    trace: TraceContext | None = None
+    """None: it is not traced."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -428,10 +443,14 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     shares_cache: bool = False
     """True: cached prompt blocks are shared with other tenants."""
+    session: str = ""
+    """The client's own name of a conversation: with several replicas its requests are sent to the same one."""
     adapter: str | None = None
     """The name of a LoRA adapter; None: the one called `default`, if there is one; empty: the model as it is."""
     sibling_of: str = ""
     """The id of a request with the same prompt that was submitted before: the two share its blocks."""
+    trace: TraceContext | None = None
+    """None: it is not traced."""
 
     @property
     def tenant_salt(self) -> str:
@@ -440,6 +459,12 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         if not self.tenant or self.shares_cache:
             return self.cache_salt
         return hashlib.blake2b(repr((self.tenant, self.cache_salt)).encode(), digest_size=16).hexdigest()
+
+    @property
+    def tenant_session(self) -> str:
+        """The session that the engine gets: short, and apart from other tenants' sessions of the same name."""
+        named = repr((self.tenant, self.session)).encode()
+        return hashlib.blake2b(named, digest_size=8).hexdigest() if self.session else ""
 
 
 class LoadLora(Struct, frozen=True, tag=True):

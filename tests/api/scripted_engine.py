@@ -138,6 +138,7 @@ class Submitted(Struct, frozen=True):
     sibling_of: str
     markers: tuple[str, ...]
     chunk_size: ChunkSize | None
+    session: str = ""
 
 
 class Embedded(Struct, frozen=True):
@@ -294,6 +295,7 @@ class ScriptedEngine:
                 request.sibling_of,
                 task.markers,
                 task.chunk_size,
+                request.session,
             )
         )
         return _Play(self, request_id, iter(self.script))

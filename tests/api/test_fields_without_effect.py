@@ -60,7 +60,7 @@ SAMPLING = {
     "repetition_penalty": 1.1, "stop_token_ids": [7], "min_tokens": 1, "ignore_eos": True,
     "include_stop_str_in_output": True, "skip_special_tokens": False, "return_token_ids": True,
     "return_tokens_as_token_ids": True, "return_timings": True, "truncate_prompt_tokens": 50, "priority": 1,
-    "cache_salt": "s", "adapter": "red", "request_id": "mine",
+    "cache_salt": "s", "prompt_cache_key": "k", "adapter": "red", "request_id": "mine",
 }  # fmt: skip
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "s", "name": "n"},
@@ -217,7 +217,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         COUNTED
         | {
             "stop_sequences": ["x"], "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stream": True, "seed": 1,
-            "priority": 1, "cache_salt": "s",
+            "priority": 1, "cache_salt": "s", "metadata": {"user_id": "u"},
         },
     ),
     ("/v1/messages", {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}}),
@@ -230,7 +230,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
             "tools": [{"type": "function", "namespace": None} | TOOL["function"]],
             "tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False, "store": False,
             "include": ["reasoning.encrypted_content"], "truncation": "auto", "metadata": {"a": "b"}, "user": "u",
-            "top_k": 5, "seed": 1, "priority": 1, "cache_salt": "s", "stream": True,
+            "top_k": 5, "seed": 1, "priority": 1, "cache_salt": "s", "prompt_cache_key": "k", "stream": True,
         },
     ),
     (
@@ -426,7 +426,7 @@ def test_the_page_has_the_table_of_the_code() -> None:
 
 def test_every_place_of_the_table_is_one_of_a_schema() -> None:
     places = {schema.place for schema in schemas() if schema.place}
-    assert places | {"chat.messages.content", "grpc", "grpc.metadata"} == RULES.keys()
+    assert places | {"chat.messages.content", "grpc.metadata"} == RULES.keys()
 
 
 def test_the_table_has_every_field_of_grpc_that_the_code_never_reads_and_no_other() -> None:
@@ -445,7 +445,7 @@ def test_the_table_has_every_field_of_grpc_that_the_code_never_reads_and_no_othe
         for field in DESCRIPTOR.message_types_by_name[message].fields
         if f"{place}.{field.name}" not in read
     }
-    assert unread == {*RULES["grpc"], *RULES["grpc.metadata"]}
+    assert unread == {*RULES["grpc.metadata"]}
 
 
 def work_of(engine: ScriptedEngine) -> Any:
@@ -500,7 +500,7 @@ def test_hints_below_the_request_are_named_with_their_place() -> None:
     about = {"metadata": {"user_id": "u"}, "context_management": {"edits": []}}
     _, answered = send("/v1/messages", {"system": [TEXT], **about})
     named = {*answered.headers[FIELDS_HEADER].split(", ")}
-    assert named == {"metadata", "context_management", "messages.content.cache_control"}
+    assert named == {"context_management", "messages.content.cache_control"}
 
 
 @pytest.mark.parametrize(
@@ -575,11 +575,10 @@ def test_what_grpc_ignores_is_accepted_and_named() -> None:
     async def go() -> list[Submitted]:
         engine = ScriptedEngine()
         async with door(engine) as client:
-            for more in ({}, {"worker_hint": "w"}):
-                about = {"tenant": "t", "player_id": "p", "locale": "l", "extra": {"a": "b"}} if more else {}
-                asked = StreamPredictRequest(prompt="hi", metadata=StreamMetadata(trace_id="1", **about), **more)
+            for about in ({}, {"tenant": "t", "player_id": "p", "locale": "l", "extra": {"a": "b"}}):
+                asked = StreamPredictRequest(prompt="hi", metadata=StreamMetadata(trace_id="1", **about))
                 *_, last = [response async for response in client.predict([asked])]
-                named = [*more, *(f"metadata.{name}" for name in about)]
+                named = [f"metadata.{name}" for name in about]
                 assert last.end_of_stream and [*last.fields_without_effect] == named
         return engine.submitted
 

@@ -36,9 +36,19 @@ def test_published_digests_bring_more_cached_tokens_and_shorter_queues_than_chan
     assert found["weft"].queue_p99_ms < found["power of two"].queue_p99_ms
 
 
+def test_beside_a_flood_other_tenants_wait_as_long_however_large_it_is() -> None:
+    """At three times the load that the replicas can compute the flood's own queue grows without end."""
+    busy, flooded = (figures(replace(WORK, workload="flood", load=load, requests=6000))["weft"] for load in (1.2, 3.0))
+    assert flooded.simulated_s < busy.simulated_s / 2, "the same requests come in less time"
+    assert flooded.queue_p99_ms < 2 * busy.queue_p99_ms
+    assert flooded.hit_rate > 0.5
+
+
 def test_a_seed_gives_the_same_figures() -> None:
     def untimed(work: RouterWork) -> list[PolicyFigures]:
-        return [replace(each, decision_p50_us=0, decision_p99_us=0) for each in figures(work).values()]
+        return [
+            replace(each, decision_p50_us=0, decision_mean_us=0, decision_p99_us=0) for each in figures(work).values()
+        ]
 
     bursty = replace(WORK, arrivals="bursty", edges=3)
     assert untimed(bursty) == untimed(bursty)

@@ -30,11 +30,11 @@ def request_of(agent: str) -> Any:
         (
             "claude_code",
             "/v1/messages",
-            "metadata, context_management, messages.content.cache_control, output_config.effort, max_tokens",
+            "context_management, messages.content.cache_control, output_config.effort, max_tokens",
         ),
-        ("codex", "/v1/responses", "prompt_cache_key, client_metadata, include, tools.web_search"),
+        ("codex", "/v1/responses", "client_metadata, include, tools.web_search"),
         ("continue", CHAT, "max_tokens"),
-        ("zed", CHAT, "max_tokens, prompt_cache_key, reasoning_effort"),
+        ("zed", CHAT, "max_tokens, reasoning_effort"),
     ],
 )
 def test_what_an_agent_sends_is_taken(agent: str, path: str, without_effect: str) -> None:

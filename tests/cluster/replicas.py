@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 from tests import forked
+from tests.cluster import scripted
 from tests.e2e.server import Server
 from tests.e2e.tiny_server import NAME
 from tests.processes import descendants, is_engine
@@ -32,10 +33,12 @@ def key_file(folder: Path) -> Path:
 class Replica:
     """`weft replica` on a tiny model, ready."""
 
+    module = forked.WEFT
+
     def __init__(self, model: Path, key: Path, *flags: str, port: int = 0, threads: int = 1) -> None:
         named = (str(model), "--served-model-name", NAME, "--port", str(port), "--cluster-key-file", str(key))
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-        self.process = forked.start(forked.WEFT, ("replica", *named, "--threads", str(threads), *flags), environment)
+        self.process = forked.start(self.module, ("replica", *named, "--threads", str(threads), *flags), environment)
         self.log: list[str] = []
         self._reading = threading.Thread(target=self._read_log, daemon=True)
         self._reading.start()
@@ -90,6 +93,16 @@ class Edge(Server):
 
     def wait_connected(self, count: int) -> None:
         wait_until(lambda: self.connected() == count, f"{count} connected replicas")
+
+
+class ScriptedServer(Server):
+    """`weft serve` with a scripted engine of its own."""
+
+    module = scripted.MODULE
+
+
+class ScriptedReplica(Replica):
+    module = scripted.MODULE
 
 
 class Proxy:

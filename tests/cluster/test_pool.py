@@ -10,9 +10,10 @@ from tests.cluster.test_link import KEY, Served, on_a_loop, request, served
 from tests.engine.test_client import FILES
 from tests.waiting import PATIENCE, until
 from weft.cluster.membership import ReplicaAddress, ReplicaState, ReplicaTable
-from weft.cluster.replicated_engine import ReplicaPool
+from weft.cluster.replica_pool import ReplicaPool
+from weft.engine.journal import Place
 from weft.engine.wire import StepOutput
-from weft.options import Config, EngineOptions
+from weft.options import Config, EngineOptions, SchedulerOptions
 from weft.types import EngineStats, Event, FinishReason
 
 
@@ -184,3 +185,37 @@ async def test_siblings_go_where_their_leader_is() -> None:
             where = [{name.partition(".")[2] for name in each.server.client._journal._entries} for each in (one, two)]
             for number in range(6):
                 assert any({f"leader-{number}", f"sibling-{number}"} <= names for names in where)
+
+
+@on_a_loop
+async def test_a_tenant_that_a_replica_takes_no_more_of_holds_up_no_other() -> None:
+    told = Told()
+    async with served() as one:
+        one.server.client.config = Config(
+            engine=EngineOptions(heartbeat_timeout_s=PATIENCE), scheduler=SchedulerOptions(max_queued_requests=2)
+        )
+        told.tell((one, "ready"))
+        async with pool_of(told) as pool:
+            flood = [pool.submit(request(f"flood-{number}", tenant="flood")) for number in range(6)]
+            await until(lambda: bool(pool._full), "the replica's refusal")
+            assert pool.submit(request("more", tenant="flood")).place is Place.HELD
+            assert pool.submit(request("light", tenant="light")).place is Place.QUEUED
+            await until(lambda: any(name.endswith("light") for name in one.server.client._journal._entries))
+            assert sum(entry.is_open for entry in flood) == 6, "those that are not taken wait at the edge"
+
+
+@on_a_loop
+async def test_requests_of_one_session_go_to_one_replica() -> None:
+    told = Told()
+    async with served() as one, served() as two, served() as three:
+        told.tell((one, "ready"), (two, "ready"), (three, "ready"))
+        async with pool_of(told) as pool:
+            await until(lambda: len(pool.ready_ids) == 3)
+            where = {"a": set[str](), "b": set[str](), "": set[str]()}
+            for number in range(36):
+                session = ("a", "b", "")[number % 3]
+                pool.submit(request(str(number), session=session))
+                where[session].add(pool._where[str(number)][0].id)
+                if session:
+                    pool.abort(str(number))
+            assert len(where["a"]) == len(where["b"]) == 1 and len(where[""]) == 3

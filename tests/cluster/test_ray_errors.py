@@ -74,8 +74,9 @@ def test_replicas_get_no_keys_of_the_server_and_the_model_s_whole_path(
 ) -> None:
     monkeypatch.chdir(tiny_model.parent)
     flags = {"model": tiny_model.name, "api_key": ["sesame"], "admin_key": ["boss"], "replicas": 2, "threads": 3}
-    config = load(flags, env={})
+    config = load({**flags, "otlp_endpoint": "http://collector/v1/traces"}, env={})
     replica = cluster_spec(config, find_model(config)).replica
     assert replica.config.model.model == str(tiny_model)
     assert not replica.config.server.api_key and not replica.config.server.admin_key
+    assert replica.config.server.otlp_endpoint == "http://collector/v1/traces"
     assert replica.asked["CPU"] == 3 and replica.asked["memory"] > 0

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,33 @@ def test_metrics_tell_of_every_replica(edge: Edge, replicas: list[Replica]) -> N
     text = edge.get("/metrics").text
     for replica in replicas:
         assert re.search(rf'^weft_replica_ready{{model_name="{NAME}",replica="{replica.address}"}} 1.0$', text, re.M)
+
+
+def test_requests_of_one_session_run_at_one_replica(edge: Edge, replicas: list[Replica]) -> None:
+    """Alone the second of two goes where none is."""
+    body = {"model": NAME, "max_tokens": 5000, "ignore_eos": True, "stream": True}
+
+    def running() -> list[float]:
+        text = edge.get("/metrics").text
+        found = re.findall(r"^weft_replica_requests_running{[^}]*} (\S+)$", text, re.M)
+        return sorted(map(float, found))
+
+    for fields, headers, expected in (
+        ({}, {}, [1, 1]),
+        ({"prompt_cache_key": "s"}, {}, [0, 2]),
+        ({}, {"x-session-id": "t"}, [0, 2]),
+    ):
+        wait_until(lambda: running() == [0, 0], "free replicas")
+        reading: list[Iterator[str]] = []
+        with ExitStack() as stack:
+            for prompt in ("over", "under"):
+                asked = {**body, **fields, "prompt": prompt}
+                answer = stack.enter_context(
+                    httpx.stream("POST", edge.url + "/v1/completions", json=asked, headers=headers, timeout=PATIENCE)
+                )
+                next(lines := answer.iter_lines())
+                reading.append(lines)  # an iterator that goes hangs up
+            wait_until(lambda expected=expected: running() == expected, f"{expected} requests")
 
 
 def test_a_full_replica_refuses_and_the_edge_waits(long_model: Path, cluster_key: Path, single: TinyServer) -> None:

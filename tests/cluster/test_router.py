@@ -127,7 +127,7 @@ def test_the_index_holds_what_was_published(seed: int) -> None:
     assert sum(replica.bit for replica in router._replicas.values()) >= max(router._index.values(), default=0)
     for name, request in model.open:
         router.ended(name, request)
-    assert router._tenants == {} and router._open_tokens == 0, "tenants without open requests take no memory"
+    assert router._tenants == {}, "tenants without requests that wait take no memory"
     assert all(replica.prefill_tokens == 0 for replica in router._replicas.values())
 
 
@@ -239,6 +239,21 @@ def test_an_adapter_is_read_elsewhere_only_when_its_holder_is_loaded() -> None:
         assert router.choose(asking()) == "has not"
 
 
+def test_requests_for_a_new_adapter_go_where_the_first_was_sent() -> None:
+    router = Router(KEY)
+    router.set_replicas(f"r{i}" for i in range(5))
+    chosen = []
+    for _ in range(5):
+        request = asking(adapter="new", num_tokens=100)
+        name = router.choose(request)
+        assert name is not None
+        router.submitted(name, request)
+        chosen.append(name)
+    assert len({*chosen}) == 1
+    router.update(ReplicaLoad(chosen[0]))
+    assert router._adapters == {}, "what a replica reports holds"
+
+
 def test_an_image_goes_where_a_latent_slot_is_free() -> None:
     router = Router(KEY)
     router.set_replicas(["full", "free"])
@@ -275,6 +290,41 @@ def test_a_tenant_that_floods_leaves_replicas_to_others(seed: int, num_replicas:
     assert loads[chosen] <= max(min(loads.values()) + BUCKET_TOKENS, min(loads.values()) * BUCKET_RATIO) + saved
     sent = [sum(request.tenant == "flood" for request in router._replicas[name].open) for name in names]
     assert min(sent) > 0, "a flood is spread over all replicas"
+
+
+@settings(max_examples=100 * EFFORT, deadline=None)
+@given(st.dictionaries(st.sampled_from("abcdet"), st.integers(1, 40), max_size=6), st.integers(1, 30))
+def test_a_request_waits_for_what_a_fair_engine_computes_before_it(waiting: dict[str, int], missing: int) -> None:
+    router = Router(KEY)
+    router.set_replicas(["r"])
+    for tenant, tokens in waiting.items():
+        router.submitted("r", asking(tenant=tenant, num_tokens=tokens))
+    # Token by token: the tenant is next that has had least, this one last among equals. A request counts as some more.
+    left = {tenant: tokens + RUNNING_TOKENS for tenant, tokens in waiting.items()}
+    own, before, had = left.get("t", 0), 0, dict.fromkeys(["t", *waiting], 0)
+    left["t"] = own + missing + RUNNING_TOKENS
+    while left["t"]:
+        tenant = min((name for name in left if left[name]), key=lambda name: (had[name], name == "t"))
+        had[tenant] += 1
+        left[tenant] -= 1
+        before += tenant != "t"
+    assert router._replicas["r"].tokens_before("t", missing) == before + own
+
+
+@settings(max_examples=30 * EFFORT, deadline=None)
+@given(seeds, st.integers(2, 40), st.integers(1, 400))
+def test_a_flood_drives_no_other_tenant_from_what_it_has_cached(seed: int, num_replicas: int, flood: int) -> None:
+    router, rnd = Router(KEY, seed), random.Random(seed)
+    names = [f"r{i}" for i in range(num_replicas)]
+    router.set_replicas(names)
+    keys, theirs = chain(*range(20)), chain(*range(100, 130))
+    router.cached("r0", [*keys, *theirs], [])
+    for _ in range(flood):
+        request = asking(theirs[: rnd.randrange(31)], tenant="flood", num_tokens=KEY * 30 + rnd.randrange(500))
+        name = router.choose(request)
+        assert name is not None
+        router.submitted(name, request)
+    assert router.choose(asking(keys, tenant="light")) == "r0"
 
 
 @settings(max_examples=20 * EFFORT, deadline=None)

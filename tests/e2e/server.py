@@ -35,6 +35,8 @@ class Server:
 
     key = ""
     """The API key for what is asked of the server itself, where it wants one."""
+    module = forked.WEFT
+    """The module whose main() is the command `weft`."""
 
     def __init__(
         self,
@@ -48,10 +50,10 @@ class Server:
         words = ("serve", "--port", "0", "--grpc-port", "0", *flags)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **env}
         if is_fork and not under and all(name.startswith("WEFT_") for name in env):
-            self.process = forked.start(forked.WEFT, words, environment)
+            self.process = forked.start(self.module, words, environment)
         else:
             self.process = subprocess.Popen(
-                [*under, sys.executable, "-m", "weft", *words],
+                [*under, sys.executable, "-m", self.module.removesuffix(".__main__"), *words],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -32,7 +32,7 @@ MAX_STALL_S = 1.0
 WITHOUT_EFFECT = {"user"} | {name for rules in RULES.values() for name, rule in rules.items() if rule.possible}
 LARGE = {"regex", "chat_template_kwargs", "tokens"}
 """A grammar, a template's variables and tokens to be made text may be large; limits of their own bound them."""
-WITHOUT_EFFECT_RPC = {UNKNOWN, "worker_hint", "tenant", "player_id", "locale"}
+WITHOUT_EFFECT_RPC = {UNKNOWN, "tenant", "player_id", "locale"}
 TOLD_OTHERWISE = {("Control", ("command",)), ("Health", ("trace_id",))}
 """Control answers OK with an error inside, and Health does not look at what it is sent."""
 

@@ -107,7 +107,7 @@ def test_the_published_keys_are_those_of_the_cache(seed: int, most: int) -> None
             case 0 | 1 if pool.num_free:
                 (block,) = pool.allocate(1)
                 pool.remember(block, key := bytes([rnd.randrange(20)]))
-                keys.add(key)
+                keys.use(key)
                 pool.release([block])
             case 2:
                 added, removed = keys.take()
@@ -117,6 +117,21 @@ def test_the_published_keys_are_those_of_the_cache(seed: int, most: int) -> None
                 assert most < 9 or told == set(pool.by_key)
             case 3 if rnd.random() < 0.1:
                 pool.forget_all()
+
+
+def test_of_many_keys_those_used_last_are_told() -> None:
+    """One prompt is asked again and again among others that are not: it stays, and so do the latest of these."""
+    simulation = Simulation(long_context())
+    keys = simulation.scheduler.prefixes.publish()
+    keys._most = 60
+    shared, told = set(prompt_digests(request("shared", PROMPT[:100], 1), 4)), set[bytes]()
+    for number in range(20):
+        for name, prompt in (("shared", PROMPT[:100]), ("other", [number % 29, *PROMPT[200:298]])):
+            simulation.add(latest := request(f"{name}-{number}", prompt, 1))
+            simulation.run()
+        added, removed = keys.take()
+        told = (told | set(added)) - set(removed)
+        assert shared <= told and set(prompt_digests(latest, 4)) <= told and len(told) <= 60
 
 
 def test_a_client_without_a_listener_asks_for_no_digests() -> None:

@@ -28,8 +28,9 @@ from weft.backends.native import NativeEngine, NativeStream, start_native
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine import client
+from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess, EngineThread, launch_engine
-from weft.engine.wire import Inbox, Started, StepOutput
+from weft.engine.wire import FromEngine, Started, StepOutput
 from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
 from weft.hub.resolve import resolve
 from weft.types import EngineStats, FinishReason, ImageParams, Output, SamplingParams
@@ -365,17 +366,17 @@ def test_the_figures_are_true_while_a_long_prompt_is_computed(
 ) -> None:
     """By what the engine said before the first token."""
     seen: list[EngineStats] = []
-    read = Inbox.read
+    take = EngineClient._take
 
-    async def noting(inbox: Inbox) -> Any:
-        match message := await read(inbox):
+    def noting(client: EngineClient, connection: Any, message: FromEngine) -> bool:
+        match message:
             case StepOutput(tokens=tokens, events=events, stats=stats) if not tokens and not events:
                 seen.append(stats)
             case Started(stats=stats) if stats is not None:
                 seen.append(stats)
-        return message
+        return take(client, connection, message)
 
-    monkeypatch.setattr(Inbox, "read", noting)
+    monkeypatch.setattr(EngineClient, "_take", noting)
     monkeypatch.setattr("weft.engine.loop.STATS_SECONDS", 0.0)
 
     async def scenario() -> None:

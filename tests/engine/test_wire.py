@@ -134,3 +134,43 @@ def test_a_message_with_tensors_arrives_whole() -> None:
         theirs.close()
 
     asyncio.run(scenario())
+
+
+def follow_all(pieces: list[bytes], stop_at: Heartbeat | None = None) -> list[FromEngine]:
+    """What is taken of pieces of bytes that arrive one after the other, before the other side is gone."""
+    taken: list[FromEngine] = []
+
+    def take(message: FromEngine) -> bool:
+        taken.append(message)
+        return message == stop_at
+
+    async def scenario() -> None:
+        inbox = Inbox()
+        inbox.data_received(pieces[0])
+        following = asyncio.create_task(inbox.follow_messages(take))
+        await asyncio.sleep(0)
+        for piece in pieces[1:]:
+            inbox.data_received(piece)
+        num_taken = len(taken)
+        inbox.connection_lost(None)
+        await following
+        assert len(taken) == num_taken, "messages are taken as they arrive"
+
+    asyncio.run(scenario())
+    return taken
+
+
+def test_messages_are_taken_as_they_arrive_until_one_says_stop() -> None:
+    sent = [Heartbeat(float(number)) for number in range(4)]
+    whole = b"".join(map(frame, sent))
+    assert follow_all([whole]) == sent
+    assert follow_all([whole[i : i + 1] for i in range(len(whole))]) == sent
+    assert follow_all([whole[:9], whole[9:]], stop_at=sent[1]) == sent[:2]
+    assert follow_all([b"", whole], stop_at=sent[0]) == sent[:1]
+
+
+def test_what_a_taker_raises_is_raised_where_it_is_followed() -> None:
+    broken = struct.pack("<I", 3) + b"\xff\xff\xff"
+    for pieces in ([broken], [frame(Heartbeat(1.0)), broken], [b"", broken[:2], broken[2:]]):
+        with pytest.raises(BrokenFrame):
+            follow_all(pieces)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -22,7 +23,7 @@ from weft.config import load
 from weft.errors import ConfigError, EngineFault
 from weft.observe.traces import Traces, open_traces
 from weft.serving import admission as gates
-from weft.types import Output
+from weft.types import Event, FinishReason, Output, Request, SamplingParams, TraceContext
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -111,6 +112,53 @@ def test_predictions_have_spans_too(exporter: InMemorySpanExporter) -> None:
     span = by_name(exporter)["generate"]
     assert span.context is not None and f"{span.context.trace_id:032x}" == TRACE
     assert span.attributes is not None and span.attributes["weft.request_id"] == "t-1"
+
+
+def at_replica(traceparent: str) -> Request:
+    trace = TraceContext(traceparent, "10.0.0.7:9400", moves=2)
+    params = SamplingParams(max_tokens=9, seed=1)
+    return Request(request_id="r", prompt_token_ids=[1, 2], params=params, output_token_ids=[3], trace=trace)
+
+
+def test_every_engine_that_worked_on_a_request_has_a_span_at_its_replica() -> None:
+    exporter = InMemorySpanExporter()
+    traces = Traces(SimpleSpanProcessor(exporter))
+    span = traces.begin_at_replica(at_replica(TRACEPARENT))
+    assert span is not None
+    span.saw(Event(request_id="r", token_ids=[4], cached_tokens=1, queue_seconds=0.5), 100)
+    span.saw(5, 100)
+    span.saw(6, 200)
+    span.saw(Event(request_id="r", finish=FinishReason.ERROR, error="There is no engine any more."), None)
+    first, second, whole = exporter.get_finished_spans()
+    assert [one.name for one in (first, second, whole)] == ["engine", "engine", "replica"]
+    assert whole.context is not None and whole.parent is not None and f"{whole.parent.span_id:016x}" == PARENT
+    assert all(one.parent is not None and one.parent.span_id == whole.context.span_id for one in (first, second))
+    engines = [dict(one.attributes or {}) for one in (first, second)]
+    assert [one["weft.engine.pid"] for one in engines] == [100, 200]
+    assert [one["gen_ai.usage.output_tokens"] for one in engines] == [2, 1]
+    assert engines[0]["weft.queue_seconds"] == 0.5 and engines[0]["weft.cached_tokens"] == 1
+    assert dict(whole.attributes or {}) == {
+        "weft.replica": "10.0.0.7:9400",
+        "weft.request_id": "r",
+        "weft.continuation": True,
+        "weft.moves": 2,
+        "weft.continued_tokens": 1,
+        "gen_ai.usage.input_tokens": 2,
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.response.finish_reasons": "error",
+    }
+    traces.close()
+
+
+def test_what_an_edge_sends_is_no_traceparent() -> None:
+    exporter = InMemorySpanExporter()
+    traces = Traces(SimpleSpanProcessor(exporter))
+    span = traces.begin_at_replica(at_replica("x" * 10**6))
+    assert span is not None
+    span.end(FinishReason.ABORT)
+    assert [one.parent for one in exporter.get_finished_spans()] == [None]
+    assert traces.begin_at_replica(replace(at_replica(TRACEPARENT), trace=None)) is None
+    traces.close()
 
 
 def test_without_an_endpoint_there_are_none() -> None:

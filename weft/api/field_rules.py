@@ -45,12 +45,12 @@ _ROOM = "the context is as long as the server's --max-model-len"
 
 _OPENAI: Mapping[str, Rule] = {
     "moderation": hint(_NO_MODERATION),
-    "prompt_cache_key": hint(_PREFIX_CACHE),
     "prompt_cache_options": hint(_PREFIX_CACHE),
     "prompt_cache_retention": hint(_PREFIX_CACHE, "in_memory", "in-memory"),
     "safety_identifier": hint(_KEY),
     "service_tier": hint(_ONE_TIER, "auto", "default"),
 }
+_CACHE_KEY: Mapping[str, Rule] = {"prompt_cache_key": hint(_PREFIX_CACHE)}
 _LOCAL_SERVERS: Mapping[str, Rule] = {
     # Fields of vLLM's.
     "allowed_token_ids": impossible(_SAMPLER, []),
@@ -108,7 +108,6 @@ _MESSAGES: Mapping[str, Rule] = {
     "fallbacks": hint("the model answers whatever it is asked"),
     "inference_geo": hint("there is one place"),
     "mcp_servers": hint("the server calls no tools", []),
-    "metadata": hint(_KEY),
     "service_tier": hint(_ONE_TIER, "auto", "standard_only"),
     "speed": hint("there is one speed", "standard"),
     "thread": impossible("there are no stored conversations; send all messages"),
@@ -215,6 +214,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "summary": hint("reasoning is given in full", "auto"),
     },
     "messages": _MESSAGES,
+    "messages.metadata": {},
     "messages.messages.content": {
         **_CALL,
         **_CACHE_CONTROL,
@@ -231,9 +231,10 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
     },
     "messages.thinking": {"budget_tokens": hint("`max_tokens` ends the answer")},
     "messages.output_config": {"task_budget": hint("`max_tokens` ends the answer")},
-    "embeddings": {**_OPENAI, **_LOCAL_SERVERS, "user": hint(_KEY)},
+    "embeddings": {**_OPENAI, **_CACHE_KEY, **_LOCAL_SERVERS, "user": hint(_KEY)},
     "images": {
         **_OPENAI,
+        **_CACHE_KEY,
         "background": impossible("images are opaque", "auto", "opaque"),
         "complexity": impossible("there is no such image"),
         "frame_count": impossible("images do not move"),
@@ -323,7 +324,6 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "width": impossible(_TEXT_ALONE, 0),
     },
     "ollama.messages": {"images": impossible("the model sees nothing", [])},
-    "grpc": {"worker_hint": hint("there is one worker")},
     "grpc.metadata": {
         "extra": hint("it is the client's own"),
         "locale": hint("the prompt says it"),

@@ -24,6 +24,7 @@ from weft.errors import WeftError
 from weft.serving.admission import Admission, ClientGone, RequestContext, no_hang_up
 from weft.serving.generation import Generation
 from weft.serving.output_reader import CollectedOutput
+from weft.serving.request import check_session
 from weft.types import GenerationRequest, Output, Usage
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ class StreamedResponse:
 
 
 FIELDS_HEADER = "weft-fields-without-effect"
+SESSION_HEADER = b"x-session-id"
 
 
 def fields_header(context: RequestContext) -> dict[str, str]:
@@ -197,6 +199,7 @@ class Handler(Response):
         options = self._admission.config.server
         with ExitStack() as stack:
             context = stack.enter_context(self._admission.admit(receive, is_batch=self._is_batch))
+            context.session = _session(scope)
             context.check_capacity()
             try:
                 body = await read_body(scope, receive, options.max_body_mb << 20, context.hold_body)
@@ -236,6 +239,12 @@ class Handler(Response):
                 with _until_hang_up(), generation.counted():
                     await context.guard(generation.run(collect))
                     await response.answer(await writer.whole(outputs))
+
+
+def _session(scope: Scope) -> str:
+    """Return the session that a request's header names. Raises InvalidRequest for one that is too long."""
+    value = next((value for name, value in scope["headers"] if name == SESSION_HEADER), b"")
+    return check_session(value.decode("latin-1"), SESSION_HEADER.decode())
 
 
 def streamed(log: EventLog, first: int, keep_alive_s: float, told: Mapping[str, str] | None = None) -> Response:

@@ -733,6 +733,7 @@ def _requests(
         cache_salt=request.cache_salt,
         priority=request.priority,
         tenant=tenant,
+        session=request.prompt_cache_key or "",
         adapter=served.adapter_for(request.model, request.adapter),
     )
     return [within_context(one, task.params, served, report) for one in requests_like(common, prompts, n)]

@@ -41,14 +41,14 @@ class ModelsFromFile:
             raise ConfigError(
                 "--served-model-name and --models-file are both set.", hint="Models are called as the file says."
             )
-        self._registry = ModelRegistry(models_source(config.fleet.models_file), config, engines=engine_names())
-        for name in (*config.fleet.preload, *self._asked):
+        self._registry = ModelRegistry(models_source(config.model_pool.models_file), config, engines=engine_names())
+        for name in (*config.model_pool.preload, *self._asked):
             if name not in self.entries:
                 raise ConfigError(
-                    f"There is no model {name!r} in {shortened(config.fleet.models_file)}.",
+                    f"There is no model {name!r} in {shortened(config.model_pool.models_file)}.",
                     hint=nearest(name, self.entries),
                 )
-        self.memory_limit = _limit_bytes(config.fleet.max_models_memory)
+        self.memory_limit = _limit_bytes(config.model_pool.max_models_memory)
 
     @property
     def _asked(self) -> list[str]:
@@ -58,7 +58,7 @@ class ModelsFromFile:
 
     @property
     def entries(self) -> Mapping[str, ModelEntry]:
-        preload = {*self._config.fleet.preload, *self._asked}
+        preload = {*self._config.model_pool.preload, *self._asked}
         return {
             name: replace(entry, config=self._settings_of(entry), preload=entry.preload or name in preload)
             for name, entry in self._registry.entries.items()

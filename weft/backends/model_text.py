@@ -107,9 +107,11 @@ class ModelText:
             cache_salt=request.tenant_salt,
             priority=request.priority,
             tenant=request.tenant,
+            session=request.tenant_session,
             sibling_of=request.sibling_of,
             adapter=adapter,
             embeds=request.prompt.embeds if isinstance(request.prompt, MixedPrompt) else [],
+            trace=request.trace,
         )
 
 

@@ -400,6 +400,7 @@ class NativeEngine:
             tenant=request.tenant,
             image=params,
             given=conditioning,
+            trace=request.trace,
         )
         if conditioning != NO_TEXTS:
             # To look at every value takes a while: other streams go on meanwhile.

@@ -1,14 +1,16 @@
 """A discrete-event simulation of a cluster: which share of prompts is found cached, and how long requests wait, under
 the router of Weft and under rules that others use.
 
-A replica computes one prompt after the other, each less the blocks that its cache of the least recently used blocks
-holds, and decodes up to MAX_RUNNING requests beside it. Its speeds are those measured for the 7B shape on one H200
-(docs/benchmarks.md): prompts at 51,200 tok/s and 3.7 ms, decode steps of 3.6 ms and 0.03 ms a request; a step that
-decodes carries CHUNK tokens of a prompt. The edge hears of loads and digests every 250 ms, as engines publish them.
+A replica computes one prompt after the other, of the tenant next for which it has computed least, each less the blocks
+that its cache of the least recently used blocks holds, and decodes up to MAX_RUNNING requests beside it. Its speeds are
+those measured for the 7B shape on one H200 (docs/benchmarks.md): prompts at 51,200 tok/s and 3.7 ms, decode steps of
+3.6 ms and 0.03 ms a request; a step that decodes carries CHUNK tokens of a prompt. The edge hears of loads and digests
+every 250 ms, as engines publish them.
 """
 
 from __future__ import annotations
 
+import gc
 import heapq
 import random
 import time
@@ -38,7 +40,12 @@ IMAGE_SLOTS = 4
 BURST_SECONDS, BURST_RATIO = 2.0, 3.0
 """Bursty arrivals: every so often a quarter of the time has so many times the rate of the rest."""
 NUM_DOCUMENTS = 20_000
-WORKLOADS = ("chat", "rag", "unrelated", "mixed")
+NUM_TENANTS = 10
+FLOOD_SHARE = 0.8
+FLOOD = "flood"
+"""The tenant, and the workload, that sends so much of all requests; figures are of the other tenants, who chat."""
+MIXTURE = {"chat": 50, "rag": 30, "unrelated": 15, "image": 5}
+WORKLOADS = ("chat", "rag", "unrelated", "mixed", FLOOD)
 ARRIVALS = ("poisson", "bursty")
 POLICIES = ("round robin", "power of two", "cache-aware tree", "weft")
 
@@ -67,6 +74,8 @@ class PolicyFigures(Struct, frozen=True, kw_only=True):
     imbalance: float
     """The busiest replica's seconds of prefill over the mean."""
     decision_p50_us: float
+    """CPU time that a choice took, and to count the request as sent."""
+    decision_mean_us: float
     decision_p99_us: float
     simulated_s: float
 
@@ -86,12 +95,16 @@ class _Asked:
 
     __slots__ = ("arrived", "blocks", "cached", "chat", "output", "policy", "replica", "route", "tokens")
 
-    def __init__(self, blocks: list[bytes], tokens: int, output: int, chat: _Chat | None, *, is_image: bool) -> None:
+    def __init__(
+        self, blocks: list[bytes], tokens: int, output: int, chat: _Chat | None = None, tenant: str = "",
+        *, is_image: bool = False,
+    ) -> None:  # fmt: skip
         self.blocks = blocks
         self.tokens = tokens
         self.output = output
         self.chat = chat
-        self.route = RouteRequest(blocks, tokens, session="" if chat is None else chat.name, is_image=is_image)
+        session = "" if chat is None else chat.name
+        self.route = RouteRequest(blocks, tokens, session=session, tenant=tenant, is_image=is_image)
         self.arrived = 0.0
         self.cached = 0
         self.policy: _Policy
@@ -100,11 +113,12 @@ class _Asked:
 
 
 class _Chat:
-    __slots__ = ("blocks", "name")
+    __slots__ = ("blocks", "name", "tenant")
 
-    def __init__(self, name: str, blocks: list[bytes]) -> None:
+    def __init__(self, name: str, blocks: list[bytes], tenant: str) -> None:
         self.name = name
         self.blocks = blocks
+        self.tenant = tenant
 
 
 class _Workload:
@@ -119,6 +133,7 @@ class _Workload:
         self._documents: dict[int, list[bytes]] = {}
         self._instructions = self.fresh(8)
         self._idle: list[_Chat] = []
+        self._kinds = [kind for kind, share in MIXTURE.items() for _ in range(share)]
 
     def fresh(self, count: int) -> list[bytes]:
         first, self._num_blocks = self._num_blocks, self._num_blocks + count
@@ -127,7 +142,9 @@ class _Workload:
     def next(self) -> _Asked:
         kind = self._kind
         if kind == "mixed":
-            kind = self._rnd.choices(("chat", "rag", "unrelated", "image"), (50, 30, 15, 5))[0]
+            kind = self._kinds[int(self._rnd.random() * len(self._kinds))]
+        elif kind == FLOOD and self._rnd.random() >= FLOOD_SHARE:
+            kind = "chat"
         match kind:
             case "chat":
                 return self._turn()
@@ -138,7 +155,10 @@ class _Workload:
                 document = self._documents[rank]
                 return self._asked([*self._instructions, *document, *self.fresh(1)], 128)
             case "image":
-                return _Asked([], IMAGE_TOKENS, 0, None, is_image=True)
+                return _Asked([], IMAGE_TOKENS, 0, is_image=True)
+            case "flood":
+                blocks = [*self._instructions, *self.fresh(self._rnd.randrange(4, 65))]
+                return self._asked(blocks, 256, tenant=FLOOD)
             case _:
                 return self._asked(self.fresh(self._rnd.randrange(4, 65)), 256)
 
@@ -159,12 +179,14 @@ class _Workload:
             chat = idle.pop()
         else:
             self._num_chats += 1
-            chat = _Chat(str(self._num_chats), self._systems[self._zipf(len(self._systems))])
-        return self._asked([*chat.blocks, *self.fresh(self._rnd.randrange(1, 5))], self._rnd.randrange(64, 513), chat)
+            tenant = f"t{self._num_chats % NUM_TENANTS}" if self._kind == FLOOD else ""
+            chat = _Chat(str(self._num_chats), self._systems[self._zipf(len(self._systems))], tenant)
+        blocks = [*chat.blocks, *self.fresh(self._rnd.randrange(1, 5))]
+        return self._asked(blocks, self._rnd.randrange(64, 513), chat, chat.tenant)
 
-    def _asked(self, blocks: list[bytes], output: int, chat: _Chat | None = None) -> _Asked:
+    def _asked(self, blocks: list[bytes], output: int, chat: _Chat | None = None, tenant: str = "") -> _Asked:
         # The last token is always computed, so a prompt has a little more than its full blocks.
-        return _Asked(blocks, BLOCK * len(blocks) + 16, output, chat, is_image=False)
+        return _Asked(blocks, BLOCK * len(blocks) + 16, output, chat, tenant)
 
     def _zipf(self, count: int) -> int:
         """Return a rank below `count`: a rank is drawn about in proportion to its inverse."""
@@ -172,12 +194,17 @@ class _Workload:
 
 
 class _SimulatedReplica:
-    """A replica: a queue of prompts, decodes beside it, and a cache."""
+    """A replica: a queue of prompts for each tenant, decodes beside them, and a cache."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, publishes: bool) -> None:
         self.number = number
         self.name = f"r{number}"
-        self.queue: deque[_Asked] = deque()
+        self._publishes = publishes
+        self._queues: dict[str, deque[_Asked]] = {}
+        """Only those that are not empty."""
+        self._served: dict[str, int] = {}
+        """Tokens that were computed, by tenant."""
+        self.waiting = 0
         self.waiting_tokens = 0
         self.running = 0
         self.images = 0
@@ -190,6 +217,36 @@ class _SimulatedReplica:
         self.changed = True
         """True when its load is not what it last reported."""
 
+    def queue(self, asked: _Asked) -> None:
+        tenant = asked.route.tenant
+        if tenant not in self._queues:
+            # A tenant that had nothing waiting has no share saved up.
+            least = min((self._served[name] for name in self._queues), default=0)
+            self._served[tenant] = max(self._served.get(tenant, 0), least)
+            self._queues[tenant] = deque()
+        self._queues[tenant].append(asked)
+        self.waiting += 1
+        self.waiting_tokens += asked.tokens
+
+    def next(self) -> _Asked:
+        """Return the prompt that is to be computed next, of those that wait."""
+        queues = self._queues
+        tenant = next(iter(queues)) if len(queues) == 1 else min(queues, key=self._served.__getitem__)
+        return queues[tenant][0]
+
+    def begin(self, asked: _Asked) -> None:
+        """Take the next prompt from the queue."""
+        tenant = asked.route.tenant
+        queue = self._queues[tenant]
+        queue.popleft()
+        if not queue:
+            del self._queues[tenant]
+        self._served[tenant] += asked.tokens - asked.cached + asked.output
+        self.waiting -= 1
+        self.waiting_tokens -= asked.tokens
+        self.running += 1
+        self.is_busy = True
+
     def find(self, asked: _Asked) -> int:
         """Return how many blocks of a prompt are cached, from the first on."""
         cache, found = self.cache, 0
@@ -201,32 +258,37 @@ class _SimulatedReplica:
 
     def keep(self, blocks: list[bytes]) -> None:
         """Cache the blocks of a prompt, the tail as the first to be evicted."""
-        cache, added, removed = self.cache, self.added, self.removed
+        cache, refresh = self.cache, self.cache.move_to_end
+        kept: list[bytes] = []
         for block in reversed(blocks):
             if block in cache:
-                cache.move_to_end(block)
+                refresh(block)
             else:
                 cache[block] = None
-                if block in removed:
-                    del removed[block]
-                else:
-                    added[block] = None
-        while len(cache) > CACHE_BLOCKS:
-            block, _ = cache.popitem(last=False)
-            if block in added:
-                del added[block]
-            else:
-                removed[block] = None
+                kept.append(block)
+        lost = [cache.popitem(last=False)[0] for _ in range(len(cache) - CACHE_BLOCKS)]
+        if self._publishes:
+            _note(kept, self.added, self.removed)
+            _note(lost, self.removed, self.added)
 
     def report(self) -> ReplicaLoad:
         return ReplicaLoad(
             self.name,
-            waiting=len(self.queue),
+            waiting=self.waiting,
             waiting_tokens=self.waiting_tokens,
             running=self.running,
             kv_usage=min(1.0, self.running_blocks / CACHE_BLOCKS),
             image_slots_free=max(0, IMAGE_SLOTS - self.images),
         )
+
+
+def _note(blocks: list[bytes], changes: dict[bytes, None], opposite: dict[bytes, None]) -> None:
+    """Note a change of blocks, unless it takes back one that was not told yet."""
+    for block in blocks:
+        if block in opposite:
+            del opposite[block]
+        else:
+            changes[block] = None
 
 
 class _Policy:
@@ -362,7 +424,8 @@ class _Run:
         self._advance = advance
         self._policies = [_policy(policy, work.replicas, work.seed + edge) for edge in range(work.edges)]
         self._workload = _Workload(work.workload, work.seed)
-        self._replicas = [_SimulatedReplica(number) for number in range(work.replicas)]
+        publishes = policy == "weft"
+        self._replicas = [_SimulatedReplica(number, publishes=publishes) for number in range(work.replicas)]
         self._events: list[tuple[float, int, int, _Asked]] = []
         """Time, an order among equal times, whether the answer is at its end, and the request."""
         self._num_events = 0
@@ -398,6 +461,7 @@ class _Run:
             ttft_p99_ms=float(np.percentile(first, 99)),
             imbalance=max(busy) / (sum(busy) / len(busy)),
             decision_p50_us=float(np.percentile(decisions, 50)),
+            decision_mean_us=float(decisions.mean()),
             decision_p99_us=float(np.percentile(decisions, 99)),
             simulated_s=now,
         )
@@ -429,33 +493,29 @@ class _Run:
         asked = self._workload.next()
         asked.arrived = now
         asked.policy = policy
-        began = time.perf_counter_ns() if timed else 0
+        began = time.thread_time_ns() if timed else 0
         asked.replica = policy.choose(asked)
         policy.submitted(asked)
         if timed:
-            self._decisions.append(time.perf_counter_ns() - began)
+            self._decisions.append(time.thread_time_ns() - began)
         replica = self._replicas[asked.replica]
-        replica.queue.append(asked)
-        replica.waiting_tokens += asked.tokens
+        replica.queue(asked)
         replica.images += asked.route.is_image
         replica.changed = True
         self._begin_next(replica, now)
 
     def _begin_next(self, replica: _SimulatedReplica, now: float) -> None:
         """Begin the next prompt of a replica, if nothing is in the way."""
-        if replica.is_busy or not replica.queue or replica.running >= MAX_RUNNING:
+        if replica.is_busy or not replica.waiting or replica.running >= MAX_RUNNING:
             return
-        asked = replica.queue[0]
+        asked = replica.next()
         needed = len(asked.blocks) + asked.output // BLOCK
         if replica.running_blocks + needed > CACHE_BLOCKS and replica.running:
             return
-        replica.queue.popleft()
-        replica.waiting_tokens -= asked.tokens
-        replica.running += 1
-        replica.running_blocks += needed
-        replica.is_busy = True
         asked.cached = replica.find(asked) * BLOCK
-        if asked.blocks:
+        replica.begin(asked)
+        replica.running_blocks += needed
+        if asked.blocks and asked.route.tenant != FLOOD:
             self._prompt_tokens += asked.tokens
             self._cached_tokens += asked.cached
             self._queued[self._num_begun] = now - asked.arrived
@@ -479,10 +539,10 @@ class _Run:
         else:
             replica.is_busy = False
             asked.policy.began(asked)
-            if asked.blocks:
+            if asked.blocks and asked.route.tenant != FLOOD:
                 self._first_tokens[self._num_first] = now - asked.arrived
                 self._num_first += 1
-                replica.keep(asked.blocks)
+            replica.keep(asked.blocks)
             self._push(now + asked.output * self._step(replica), 1, asked)
         self._begin_next(replica, now)
 
@@ -501,11 +561,17 @@ def simulate(work: RouterWork, advance: Advance) -> RouterReport:
         workload=work.workload, replicas=max(1, work.replicas // 10), requests=max(1000, work.requests // 10),
         seed=work.seed,
     )  # fmt: skip
-    trial = _Run(sample, "power of two", 10.0 * sample.replicas, lambda count: None)
-    trial.figures()
-    rate = work.load * work.replicas / (trial.prefill_seconds / sample.requests)
-    figures = []
-    for policy in POLICIES:
-        run = _Run(work, policy, rate, lambda count, policy=policy: advance(policy, count))  # type: ignore[misc]
-        figures.append(run.figures())
+    was_collected = gc.isenabled()
+    gc.disable()  # millions of objects, and no cycles among those that go
+    try:
+        trial = _Run(sample, "power of two", 10.0 * sample.replicas, lambda count: None)
+        trial.figures()
+        rate = work.load * work.replicas / (trial.prefill_seconds / sample.requests)
+        figures = []
+        for policy in POLICIES:
+            run = _Run(work, policy, rate, lambda count, policy=policy: advance(policy, count))  # type: ignore[misc]
+            figures.append(run.figures())
+    finally:
+        if was_collected:
+            gc.enable()
     return RouterReport(work=work, requests_per_s=rate, figures=figures)

@@ -27,7 +27,7 @@ EPILOG = (
 
 SECTIONS = get_type_hints(Config)
 
-PANELS = {"grpc": "gRPC", "fleet": "Models"}
+PANELS = {"grpc": "gRPC", "model_pool": "Models"}
 """The titles of sections in --help, where they are not the section's name."""
 
 SERVE_FLAGS = (

@@ -70,7 +70,7 @@ def expect_engine_early(words: list[str]) -> None:
 
     with suppress(ConfigError):  # it is told when flags are parsed
         config = load()
-        if not config.fleet.models_file:
+        if not config.model_pool.models_file:
             expect_engine(config)
 
 
@@ -106,7 +106,7 @@ def serve(config: Config) -> None:
     if not config.server.data_dir:
         data_dir = str(home() / "data" / str(config.server.port))
         config = replace(config, server=replace(config.server, data_dir=data_dir))
-    if not config.fleet.models_file:
+    if not config.model_pool.models_file:
         expect_engine(config)
         from weft.api.server import serve
 
@@ -116,7 +116,7 @@ def serve(config: Config) -> None:
     from weft.backends.configured_models import ModelsFromFile
 
     roster = ModelsFromFile(config)
-    if config.fleet.check_models:
+    if config.model_pool.check_models:
         _check_models(roster)
     else:
         serve_models(roster, config)
@@ -131,6 +131,9 @@ def replica(
     config: Config,
     host: Annotated[str, typer.Option(help="Address to listen on; edges must know --cluster-key-file.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 9400,
+    otlp_endpoint: Annotated[
+        str, typer.Option(help="Send spans of requests that edges trace to this URL, by OTLP over HTTP.")
+    ] = "",
 ) -> None:
     """Serve one replica of a model to edges (`weft serve --replica-addresses`), which know its key.
 
@@ -144,6 +147,8 @@ def replica(
 
     logs.set_up(config.server.log_level, form=config.server.log_format)
     key, tls = read_key(config.cluster), tls_context(config.cluster, is_server=True)
+    if otlp_endpoint:
+        config = replace(config, server=replace(config.server, otlp_endpoint=otlp_endpoint))
     code = run(run_replica(config, host, port, key=key, tls=tls, say=typer.echo))
     raise typer.Exit(code)
 
@@ -416,7 +421,7 @@ def check_config(
     try:
         config = load(file=path, places=places)
         check_server(config)
-        if config.fleet.models_file:
+        if config.model_pool.models_file:
             ModelsFromFile(config)
         else:
             chosen_engines(config)

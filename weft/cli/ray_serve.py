@@ -75,7 +75,7 @@ def edge_config(arguments: Mapping[str, Any]) -> Config:
     flags = {name: value for name, value in arguments.items() if name not in by_name or not isinstance(value, str)}
     # Serve's proxy is what listens; who may reach it is Serve's to say, and who may ask is for the keys.
     config = load(flags, env={**os.environ, **texts}, defaults={"replicas": 1, "insecure": True})
-    if config.fleet.models_file:
+    if config.model_pool.models_file:
         raise ConfigError("An application of Ray Serve has one model: models_file cannot be set.")
     return config
 

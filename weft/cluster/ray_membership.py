@@ -81,7 +81,9 @@ def cluster_spec(config: Config, files: ModelFiles) -> ClusterSpec:
     engine = engine_config(replace(config, model=model, backend=replace(config.backend, engine="native"), cluster=tls))
     return ClusterSpec(
         replica=ReplicaSpec(
-            config=replace(engine, cluster=tls),
+            config=replace(
+                engine, cluster=tls, server=replace(engine.server, otlp_endpoint=config.server.otlp_endpoint)
+            ),
             key=read_key(options).decode() if options.cluster_key_file else "",
             num_cpus=max(1, config.model.threads),
             num_gpus=config.backend.tensor_parallel_size if is_on_gpu else 0,

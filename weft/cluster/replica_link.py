@@ -35,7 +35,7 @@ from weft.engine.wire import (
 )
 from weft.errors import ConfigError
 from weft.options import ClusterOptions
-from weft.types import EngineStats, Event, ModelInfo
+from weft.types import EngineStats, Event, ImageModelInfo, ModelInfo, Request
 
 MAGIC = b"weft-cluster-1\n\0"
 NONCE_BYTES = 32
@@ -69,6 +69,13 @@ class ReplicaStatus(Struct, frozen=True, tag=True):
     """Images that its engine generates at the same time."""
     adapters: list[str] = []
     """The adapters that its engine was asked for last."""
+
+
+def load_tokens(request: Request, images: ImageModelInfo | None) -> int:
+    """Return the tokens of load that a request counts as: those of its prompt, or the cost of an image's steps."""
+    if request.image is None or images is None:
+        return request.num_prompt_tokens
+    return images.num_tokens * request.image.passes_per_step * request.image.steps
 
 
 def load_of(replica: str, status: ReplicaStatus, *, is_draining: bool = False) -> ReplicaLoad:
@@ -253,15 +260,18 @@ class Link(FrameReader):
 
     # Messages. The other end is authenticated.
 
-    async def read_from_edge(self) -> ToReplica | None:
-        """Wait for the next message of an edge; None when it is gone. Raises BrokenFrame."""
-        body = await self.body()
-        return None if body is None else decoded(_to_replica, body)
+    async def follow_edge(self, take: Callable[[ToReplica], None]) -> None:
+        """Give every message of an edge to `take` as it arrives, until it is gone. Raises BrokenFrame."""
+        await self.follow(lambda body: take(decoded(_to_replica, body)))
 
     async def read_from_replica(self) -> FromReplica | None:
         """Wait for the next message of a replica; None when it is gone. Raises BrokenFrame."""
         body = await self.body()
         return None if body is None else decoded(_from_replica, body)
+
+    async def follow_replica(self, take: Callable[[FromReplica], None]) -> None:
+        """Give every message of a replica to `take` as it arrives, until it is gone. Raises BrokenFrame."""
+        await self.follow(lambda body: take(decoded(_from_replica, body)))
 
 
 def _proof(key: bytes, who: bytes, replica_nonce: bytes, edge_nonce: bytes) -> bytes:

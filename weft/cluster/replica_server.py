@@ -33,7 +33,9 @@ from weft.cluster.replica_link import (
     ReplicaReady,
     ReplicaStatus,
     StepTokens,
+    ToReplica,
     load_of,
+    load_tokens,
 )
 from weft.cluster.router import ReplicaLoad
 from weft.engine.client import TICK_SECONDS, EngineClient
@@ -51,6 +53,7 @@ from weft.engine.wire import (
     frame,
 )
 from weft.errors import ConfigError, Overloaded, Unavailable, WeftError
+from weft.observe.traces import ReplicaSpan, Traces, open_traces
 from weft.options import Config
 from weft.types import Arrival, Event, FinishReason, LatentCheckpoint, Request
 
@@ -82,13 +85,16 @@ class _Relayed(Struct, eq=False):
     has_started: bool = False
     checkpoint: LatentCheckpoint | None = None
     """The newest that was sent."""
+    span: ReplicaSpan | None = None
+    """None: it is not traced."""
 
 
 class _Edge:
     """One edge, while it is connected. Its request ids get a prefix, so that those of several edges do not collide."""
 
-    def __init__(self, link: Link, number: int, client: EngineClient) -> None:
+    def __init__(self, link: Link, number: int, client: EngineClient, traces: Traces | None = None) -> None:
         self.link = link
+        self._traces = traces
         self.name = "unnamed"
         self.missed = 0
         self.heard = True
@@ -114,6 +120,15 @@ class _Edge:
         relayed = _Relayed(entry)
         self._requests[request_id] = self._unstarted[request_id] = relayed
         entry.listener = partial(self._hear, request_id, relayed)
+        if self._traces is not None and (span := self._traces.begin_at_replica(request)) is not None:
+            relayed.span = span
+            entry.listener = partial(self._hear_traced, request_id, relayed, span)
+
+    @property
+    def image_tokens(self) -> int:
+        """The cost of the denoise steps of its open images."""
+        asked = (relayed.entry.request for relayed in self._requests.values())
+        return sum(load_tokens(request, self._client.model.images) for request in asked if request.image is not None)
 
     def abort(self, request_id: str) -> None:
         relayed = self._requests.pop(request_id, None)
@@ -121,6 +136,8 @@ class _Edge:
             self._unstarted.pop(request_id, None)
             self._arrived.pop(request_id, None)
             self._client.abort(relayed.entry.id)
+            if relayed.span is not None:
+                relayed.span.end(FinishReason.ABORT)
 
     def leave(self) -> None:
         """Abort all that it asked for."""
@@ -143,6 +160,10 @@ class _Edge:
             self._is_due = True
             self._loop.call_soon(self._flush)
 
+    def _hear_traced(self, request_id: str, relayed: _Relayed, span: ReplicaSpan) -> None:
+        span.saw(relayed.entry.arrived[-1], self._client.engine_pid)
+        self._hear(request_id, relayed)
+
     def _flush(self) -> None:
         """Send what has arrived, unless the edge does not read: then it gathers in the entries, which their requests
         bound, until it does or is disconnected."""
@@ -152,12 +173,13 @@ class _Edge:
         tokens: dict[str, int] = {}
         events: list[Event] = []
         for request_id, relayed in self._arrived.items():
-            arrived = relayed.entry.take()
+            entry = relayed.entry
+            arrived, entry.arrived = entry.arrived, []
             if len(arrived) == 1 and isinstance(token := arrived[0], int):
                 tokens[request_id] = token
             else:
                 events += _events(request_id, relayed, arrived)
-            if not relayed.entry.is_open:
+            if not entry.is_open:
                 del self._requests[request_id]
                 self._unstarted.pop(request_id, None)
         self._arrived.clear()
@@ -208,8 +230,10 @@ class ReplicaServer:
         key: bytes,
         tls: ssl.SSLContext | None = None,
         digests: PublishedDigests | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self.client = client
+        self._traces = traces
         self._digests = digests or PublishedDigests()
         self._digests.server = self
         self.port = 0
@@ -277,6 +301,8 @@ class ReplicaServer:
         if self._listener is not None:
             self._listener.close()
         await self.client.close()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
     # Connections.
 
@@ -324,12 +350,10 @@ class ReplicaServer:
 
     async def _serve(self, link: Link, peer: str) -> None:
         self._num_edges += 1
-        edge = _Edge(link, self._num_edges, self.client)
+        edge = _Edge(link, self._num_edges, self.client, self._traces)
         self._edges.add(edge)
         try:
-            while (message := await link.read_from_edge()) is not None:
-                edge.heard = True
-                self._take(edge, message)
+            await link.follow_edge(partial(self._take, edge))
         except BrokenFrame as error:
             log.error("An edge at %s sent what is no message: %s", peer, error)
         finally:
@@ -337,7 +361,8 @@ class ReplicaServer:
             edge.leave()
             link.abort()
 
-    def _take(self, edge: _Edge, message: object) -> None:
+    def _take(self, edge: _Edge, message: ToReplica) -> None:
+        edge.heard = True
         match message:
             case Submit(requests=requests):
                 for request in requests:
@@ -398,15 +423,26 @@ class ReplicaServer:
 
     def _status(self) -> ReplicaStatus:
         state = "draining" if self.is_draining else self.client.state
-        waiting = self.client.waiting.total
+        stats, waiting_tokens = self.client.stats(), self.client.waiting.total.tokens
+        if stats.images_running or stats.images_waiting:
+            waiting_tokens += sum(edge.image_tokens for edge in self._edges)
         slots = self.client.config.scheduler.max_num_images or MAX_NUM_IMAGES
-        return ReplicaStatus(state, self.client.stats(), waiting.tokens, slots, list(self._adapters))
+        return ReplicaStatus(state, stats, waiting_tokens, slots, list(self._adapters))
+
+    def _shape(self) -> tuple[object, ...]:
+        """Return what edges are told of at once when it changes. Counters, and the last percent of the KV cache, wait
+        for the next heartbeat."""
+        stats, waiting = self.client.gauges, self.client.waiting.total
+        kv_percent = 100 * stats.blocks_used // (stats.blocks_total or 1)
+        images = stats.images_running, stats.images_waiting
+        state = self.is_draining, self.client.state, stats.prepared, self.client.restarts
+        return state, waiting.requests, waiting.tokens, stats.running, kv_percent, images, tuple(self._adapters)
 
     async def _watch(self) -> None:
         """Tell edges how this replica stands, and leave those that are silent or do not read. A tick that comes late
         itself counts once."""
         allowed = self.client.config.engine.heartbeat_timeout_s / STATUS_SECONDS
-        last, ticks = self._status(), 0
+        last, ticks = self._shape(), 0
         while True:
             await asyncio.sleep(STATUS_SECONDS)
             if self.client.state == "failed":
@@ -414,9 +450,9 @@ class ReplicaServer:
                 for edge in list(self._edges):
                     edge.link.abort()
                 continue
-            status, ticks = self._status(), ticks + 1
-            told = frame(status) if status != last or ticks % TICKS_PER_HEARTBEAT == 0 else b""
-            last = status
+            shape, ticks = self._shape(), ticks + 1
+            told = frame(self._status()) if shape != last or ticks % TICKS_PER_HEARTBEAT == 0 else b""
+            last = shape
             for edge in list(self._edges):
                 edge.missed = 0 if edge.heard and not edge.link.is_paused else edge.missed + 1
                 edge.heard = False if ticks % TICKS_PER_HEARTBEAT == 0 else edge.heard
@@ -451,9 +487,10 @@ async def serve_replica(
     """Load a model, and serve it to edges that know the key. The server, which is returned, listens at its `port`."""
     native = replace(config, backend=replace(config.backend, engine="native"))
     digests = PublishedDigests()
+    traces = open_traces(config.server.otlp_endpoint) if config.server.otlp_endpoint else None
     engine = await load_safely(partial(start_native, files=files, on_digests=digests.take), native)
     assert isinstance(engine, NativeEngine) and isinstance(engine.client, EngineClient)
-    server = ReplicaServer(engine.client, key, tls, digests)
+    server = ReplicaServer(engine.client, key, tls, digests, traces)
     engine.text.close()
     try:
         await server.listen(host, port)

@@ -5,6 +5,10 @@ and a full KV cache cost beside them. The cost of a request at a replica is that
 the replica has not cached; a token that is cached is worth CACHED_WEIGHT that wait. What replicas have cached is what
 their engines publish (`scheduler/prefix_digests`); nothing is guessed from requests of the past.
 
+Engines share their steps fairly among tenants, so a request does not wait behind all that waits: of each other tenant's
+tokens it waits for as many as its own tenant has there, itself among them, and no more. Its load is counted so, and a
+tenant that floods a replica drives no other one away from what it has cached there.
+
 Replicas are bits of integers. The index holds for each digest the replicas that have it, and the load buckets hold the
 replicas of about the same load, so that the least loaded of those that have cached so much of a prompt is found with a
 few operations on integers, however many there are. Of one bucket two replicas are compared (the power of two choices):
@@ -25,8 +29,10 @@ import random
 from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence, Set
+from itertools import islice
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from weft.scheduler.prefix_digests import MAX_PUBLISHED
 
@@ -41,8 +47,8 @@ SESSION_TOKENS = 256
 """A session stays at its replica unless another one is cheaper by more than this."""
 ADAPTER_TOKENS = 2048
 """A replica that must first read the request's adapter counts as one where so many tokens more wait."""
-TENANT_WEIGHT = 1.0
-"""A tenant with more than its share of the open tokens pays for its own at a replica so many times more."""
+MAX_TENANTS = 32
+"""Of so many tenants that wait at a replica the share is looked at; of others all tokens count."""
 BUCKET_TOKENS = 64
 BUCKET_RATIO = 1.125
 """Loads are of one bucket up to BUCKET_TOKENS, or up to this ratio where that is more."""
@@ -57,7 +63,7 @@ class ReplicaLoad(Struct, frozen=True):
     replica: str
     waiting: int = 0
     waiting_tokens: int = 0
-    """Tokens of the prompts of waiting requests; images count by the cost of their denoise steps."""
+    """Tokens of the prompts of waiting requests, and of images, until they end, the cost of their denoise steps."""
     running: int = 0
     kv_usage: float = 0.0
     """The part of the KV cache's blocks that running requests hold, from 0 to 1."""
@@ -81,12 +87,12 @@ class RouteRequest(Struct, frozen=True, eq=False):
 
 
 class _Submitted(Struct):
-    tokens: int
-    """The load that it was counted as when it was submitted."""
-    prefill_tokens: int
-    """Tokens of its prompt that are to be computed; 0 once it has begun to be answered."""
+    missing: int
+    """Tokens of its prompt that are to be computed."""
     report: int
     """The number of reports that the replica had made when the request was submitted."""
+    waits: bool = True
+    """False once it has begun to be answered."""
 
 
 class _Replica:
@@ -101,18 +107,29 @@ class _Replica:
         self.digests: set[bytes] = set()
         self.open: dict[RouteRequest, _Submitted] = {}
         self.prefill_tokens = 0
-        """Tokens of the prompts of open requests that are to be computed."""
+        """Tokens of the prompts of waiting requests that are to be computed."""
         self.others = 0.0
         """The load that it had by its last report, less that of this edge's own requests."""
         self.unreported_images = 0
         self.tenants: dict[str, int] = {}
-        """Open tokens by tenant; only tenants that have some."""
+        """The load of waiting requests by tenant; only tenants that have some."""
         self.bucket = -1
 
     @property
     def tokens(self) -> float:
         """Its load in tokens."""
         return self.others + self.prefill_tokens + RUNNING_TOKENS * len(self.open)
+
+    def tokens_before(self, tenant: str, missing: float) -> float:
+        """Return its load for a request of a tenant with so many tokens to compute: what an engine that is fair to
+        tenants computes before it."""
+        tokens = self.tokens
+        if self.tenants and (len(self.tenants) > 1 or tenant not in self.tenants):
+            share = self.tenants.get(tenant, 0) + missing + RUNNING_TOKENS
+            for other, waiting in islice(self.tenants.items(), MAX_TENANTS):
+                if waiting > share and other != tenant:
+                    tokens -= waiting - share
+        return tokens
 
 
 class _LoadBuckets:
@@ -174,9 +191,10 @@ class Router:
         """The replicas that have cached a digest."""
         self._buckets = _LoadBuckets()
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._chosen: tuple[RouteRequest, _Replica, int] | None = None
+        """The last choice, and how many of the request's keys the replica had cached: most often it is sent there."""
         self._tenants: dict[str, int] = {}
-        """Open tokens by tenant; only tenants that have some."""
-        self._open_tokens = 0
+        """The load of waiting requests by tenant; only tenants that have some."""
 
     # What replicas there are, and how they are.
 
@@ -234,16 +252,18 @@ class Router:
             return None
         if request.is_image:
             return self._cheaper(self._buckets.least(allowed & self._with_image_slots or allowed), 0, request)[1].id
-        best_cost, best = self._cheapest(request, allowed)
+        known: dict[int, int] = {}
+        best_cost, best, depth = self._cheapest(request, allowed, known)
         if request.adapter and (having := allowed & self._adapters.get(request.adapter, 0)):
-            cost, replica = self._cheapest(request, having)
+            cost, replica, held = self._cheapest(request, having, known)
             if cost < best_cost:
-                best_cost, best = cost, replica
+                best_cost, best, depth = cost, replica, held
         stays = self._replicas.get(self._sessions.get(request.session, "")) if request.session else None
-        if stays is not None and stays.bit & allowed:
-            depth, _ = self._deepest(request.prefix_keys, len(request.prefix_keys), stays.bit)
-            if self._cost(stays, depth, request) - SESSION_TOKENS < best_cost:
-                best = stays
+        if stays is not None and stays is not best and stays.bit & allowed:
+            held, _ = self._deepest(request.prefix_keys, len(request.prefix_keys), stays.bit, known)
+            if self._cost(stays, held, request) - SESSION_TOKENS < best_cost:
+                best, depth = stays, held
+        self._chosen = request, best, depth
         return best.id
 
     def submitted(self, name: str, request: RouteRequest) -> None:
@@ -251,14 +271,20 @@ class Router:
         replica = self._replicas.get(name)
         if replica is None or request in replica.open:
             return
-        missing = self._missing_tokens(replica, request)
-        submitted = _Submitted(missing + RUNNING_TOKENS, missing, replica.reports)
-        replica.open[request] = submitted
-        replica.prefill_tokens += missing
+        depth = self._chosen[2] if self._chosen is not None and self._chosen[:2] == (request, replica) else None
+        if depth is None:
+            depth, _ = self._deepest(request.prefix_keys, len(request.prefix_keys), replica.bit, {})
+        missing = max(0, request.num_tokens - depth * self._tokens_per_key)
+        replica.open[request] = _Submitted(missing, replica.reports)
         replica.unreported_images += request.is_image
-        self._count_tenant(replica, request.tenant, submitted.tokens)
+        self._count_waiting(replica, request.tenant, missing, 1)
+        if request.adapter and request.adapter not in replica.load.adapters:
+            # It will read it now: others need not do so until it reports.
+            adapters = *replica.load.adapters, request.adapter
+            self._set_adapters(replica, adapters)
+            replica.load = replace(replica.load, adapters=adapters)
         self._place(replica)
-        if request.session:
+        if request.session and not request.is_image:
             self._sessions[request.session] = name
             self._sessions.move_to_end(request.session)
             if len(self._sessions) > MAX_SESSIONS:
@@ -267,9 +293,10 @@ class Router:
     def began(self, name: str, request: RouteRequest) -> None:
         """Take in that the first token of an answer has come: the prompt does not wait any more."""
         replica = self._replicas.get(name)
-        if replica is not None and (submitted := replica.open.get(request)) is not None:
-            replica.prefill_tokens -= submitted.prefill_tokens
-            submitted.prefill_tokens = 0
+        submitted = None if replica is None else replica.open.get(request)
+        if replica is not None and submitted is not None and submitted.waits:
+            submitted.waits = False
+            self._count_waiting(replica, request.tenant, -submitted.missing, -1)
             self._place(replica)
 
     def ended(self, name: str, request: RouteRequest) -> None:
@@ -277,30 +304,32 @@ class Router:
         replica = self._replicas.get(name)
         if replica is None or (submitted := replica.open.pop(request, None)) is None:
             return
-        replica.prefill_tokens -= submitted.prefill_tokens
         if submitted.report == replica.reports:
             replica.unreported_images -= request.is_image
-        self._count_tenant(replica, request.tenant, -submitted.tokens)
+        if submitted.waits:
+            self._count_waiting(replica, request.tenant, -submitted.missing, -1)
         self._place(replica)
 
     # The choice.
 
-    def _cheapest(self, request: RouteRequest, group: int) -> tuple[float, _Replica]:
+    def _cheapest(self, request: RouteRequest, group: int, known: dict[int, int]) -> tuple[float, _Replica, int]:
         """Return the replica of a group where the request costs least: of those that have cached equally much the least
-        loaded are compared, the longest prefix first, until one with less cached would cost more without any load."""
+        loaded are compared, the longest prefix first, until one with less cached would cost more without any load. Also
+        return how many of its keys that one has cached."""
         keys, limit = request.prefix_keys, len(request.prefix_keys)
-        floor = request.num_tokens + self._buckets.floor
-        known: dict[int, int] = {}
-        best: tuple[float, _Replica] | None = None
+        floor = float(request.num_tokens)
+        if len(self._tenants) <= (request.tenant in self._tenants):
+            floor += self._buckets.floor
+        best: tuple[float, _Replica, int] | None = None
         for number in range(MAX_GROUPS):
             if number == MAX_GROUPS - 1:
                 limit = 0
             depth, holders = self._deepest(keys, limit, group, known)
             if best is not None and floor - CACHED_WEIGHT * depth * self._tokens_per_key >= best[0]:
                 break
-            found = self._cheaper(self._buckets.least(holders), depth, request)
-            if best is None or found[0] < best[0]:
-                best = found
+            cost, replica = self._cheaper(self._buckets.least(holders), depth, request)
+            if best is None or cost < best[0]:
+                best = cost, replica, depth
             group &= ~holders
             limit = depth
             if not group:
@@ -308,12 +337,9 @@ class Router:
         assert best is not None
         return best
 
-    def _deepest(
-        self, keys: Sequence[bytes], limit: int, group: int, known: dict[int, int] | None = None
-    ) -> tuple[int, int]:
+    def _deepest(self, keys: Sequence[bytes], limit: int, group: int, known: dict[int, int]) -> tuple[int, int]:
         """Return the most keys, up to a limit, that any replica of a group has cached from the first on, and those that
         have. `known` keeps the holders of keys for the next call."""
-        known = {} if known is None else known
         low, high, holders = 0, limit + 1, group
         while high - low > 1:
             middle = (low + high) >> 1
@@ -343,12 +369,11 @@ class Router:
         return replica
 
     def _cost(self, replica: _Replica, depth: int, request: RouteRequest) -> float:
-        cost = replica.tokens + request.num_tokens - CACHED_WEIGHT * depth * self._tokens_per_key
+        cached = depth * self._tokens_per_key
+        cost = replica.tokens_before(request.tenant, request.num_tokens - cached)
+        cost += request.num_tokens - CACHED_WEIGHT * cached
         if request.adapter and request.adapter not in replica.load.adapters:
             cost += ADAPTER_TOKENS
-        own = replica.tenants.get(request.tenant)
-        if own and self._tenants[request.tenant] * len(self._tenants) > self._open_tokens:
-            cost += TENANT_WEIGHT * own
         return cost
 
     # The books.
@@ -367,7 +392,7 @@ class Router:
         self._forget_digests(replica, list(replica.digests))
         self._set_adapters(replica, ())
         for tenant, tokens in list(replica.tenants.items()):
-            self._count_tenant(replica, tenant, -tokens)
+            self._count_waiting(replica, tenant, -tokens, 0)
         self._buckets.remove(replica)
         self._allowed &= ~replica.bit
         self._with_image_slots &= ~replica.bit
@@ -400,16 +425,12 @@ class Router:
         for adapter in adapters:
             self._adapters[adapter] = self._adapters.get(adapter, 0) | replica.bit
 
-    def _missing_tokens(self, replica: _Replica, request: RouteRequest) -> int:
-        """Return the tokens of a prompt that a replica has not cached."""
-        depth, _ = self._deepest(request.prefix_keys, len(request.prefix_keys), replica.bit)
-        return max(0, request.num_tokens - depth * self._tokens_per_key)
-
-    def _count_tenant(self, replica: _Replica, tenant: str, tokens: int) -> None:
+    def _count_waiting(self, replica: _Replica, tenant: str, missing: int, requests: int) -> None:
+        """Count requests of a tenant that wait with so many tokens to compute; negative numbers: that wait no more."""
+        replica.prefill_tokens += missing
         for counts in (replica.tenants, self._tenants):
-            left = counts.get(tenant, 0) + tokens
+            left = counts.get(tenant, 0) + missing + requests * RUNNING_TOKENS
             if left:
                 counts[tenant] = left
             else:
                 del counts[tenant]
-        self._open_tokens += tokens

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from weft.engine.wire import (
     ControlCall,
     Done,
     Failed,
+    FromEngine,
     Heartbeat,
     Inbox,
     PrefixDigests,
@@ -255,11 +257,15 @@ class EngineClient:
     def engine_pid(self) -> int | None:
         return None if self._connection is None else self._connection.engine.pid
 
+    @property
+    def gauges(self) -> EngineStats:
+        """What the living engine process said last, of itself alone."""
+        return EngineStats() if self._connection is None else self._connection.stats
+
     def stats(self) -> EngineStats:
         """Return gauges of the living engine process, and counters of all so far."""
-        now = EngineStats() if self._connection is None else self._connection.stats
         return replace(
-            now,
+            self.gauges,
             waiting=self._journal.waiting.total.requests,
             restarts=self.restarts,
             open_requests=len(self._journal),
@@ -374,27 +380,31 @@ class EngineClient:
 
     async def _read_forever(self, connection: _Connection) -> None:
         try:
-            while (message := await connection.inbox.read()) is not None:
-                connection.heard = True
-                match message:
-                    case StepOutput():
-                        connection.stats = message.stats
-                        self._deliver(message)
-                    case Started(request_ids=request_ids, stats=stats):
-                        connection.stats = stats or connection.stats
-                        self._journal.started(request_ids)
-                    case Heartbeat(step_seconds=seconds) if seconds > self.config.engine.step_timeout_s:
-                        connection.failure = f"a step took more than {self.config.engine.step_timeout_s:.0f} s"
-                        return
-                    case Done(number=number) if number in self._control_calls:
-                        _answer(self._control_calls.pop(number), message)
-                    case PrefixDigests() if self._on_digests is not None:
-                        self._on_digests(message)
-                    case Failed(kind=kind, message=text, from_outside=from_outside):
-                        connection.failure = f"{kind}: {text}"
-                        connection.was_stopped = from_outside
+            await connection.inbox.follow_messages(partial(self._take, connection))
         except BrokenFrame as error:
             connection.failure = f"it sent what is no message: {error}"
+
+    def _take(self, connection: _Connection, message: FromEngine) -> bool:
+        """Take in a message of the engine. Return True when the engine must be given up."""
+        connection.heard = True
+        match message:
+            case StepOutput():
+                connection.stats = message.stats
+                self._deliver(message)
+            case Started(request_ids=request_ids, stats=stats):
+                connection.stats = stats or connection.stats
+                self._journal.started(request_ids)
+            case Heartbeat(step_seconds=seconds) if seconds > self.config.engine.step_timeout_s:
+                connection.failure = f"a step took more than {self.config.engine.step_timeout_s:.0f} s"
+                return True
+            case Done(number=number) if number in self._control_calls:
+                _answer(self._control_calls.pop(number), message)
+            case PrefixDigests() if self._on_digests is not None:
+                self._on_digests(message)
+            case Failed(kind=kind, message=text, from_outside=from_outside):
+                connection.failure = f"{kind}: {text}"
+                connection.was_stopped = from_outside
+        return False
 
     def _fail_control_calls(self) -> None:
         for answer in self._control_calls.values():

@@ -117,13 +117,6 @@ class Entry:
         if self.listener is not None:
             self.listener()
 
-    def put_token(self, token_id: int) -> None:
-        """Take in a token that arrived without an event."""
-        self.delivered.append(token_id)
-        self.arrived.append(token_id)
-        if self.listener is not None:
-            self.listener()
-
     def take(self, most: int = 0) -> list[Arrival]:
         """Return what arrived and was not taken yet: all of it, or the oldest `most`."""
         if most:
@@ -211,7 +204,10 @@ class Journal:
             if entry is not None:
                 if entry.place is not Place.PROVEN:
                     self._move(entry, Place.PROVEN)
-                entry.put_token(token_id)
+                entry.delivered.append(token_id)
+                entry.arrived.append(token_id)
+                if entry.listener is not None:
+                    entry.listener()
 
     def engine_died(self, *, from_outside: bool = False) -> list[Entry]:
         """Take back everything that was with the engine, to be sent again under suspicion: a request can end an engine

@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -223,6 +224,7 @@ class FrameReader(asyncio.Protocol):
         self._received = bytearray()
         self._ended = False
         self._arrival: asyncio.Future[None] | None = None
+        self._take: Callable[[bytes], bool | None] | None = None
 
     async def body(self) -> bytes | None:
         """Wait for the next frame, and return its body; None when the other side is gone."""
@@ -232,9 +234,34 @@ class FrameReader(asyncio.Protocol):
             await self._more()
         return body
 
+    async def follow(self, take: Callable[[bytes], bool | None]) -> None:
+        """Give the body of every frame to `take` as it arrives, with no turn of the loop between, until the other side
+        is gone or `take` returns True. Raises BrokenFrame, and what `take` raises."""
+        self._take = take
+        try:
+            self._hand_out()
+            while self._take is not None and not self._ended:
+                await self._more()
+        finally:
+            self._take = None
+
     def data_received(self, data: bytes) -> None:
         self._received += data
-        self._ring()
+        if self._take is None:
+            self._ring()
+            return
+        try:
+            self._hand_out()
+        except Exception as error:  # noqa: BLE001 - raised again by `follow`
+            self._take = None
+            if self._arrival is not None and not self._arrival.done():
+                self._arrival.set_exception(error)
+
+    def _hand_out(self) -> None:
+        while self._take is not None and (body := self._next_body()) is not None:
+            if self._take(body):
+                self._take = None
+                self._ring()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = True
@@ -267,6 +294,10 @@ class Inbox(FrameReader):
         """Wait for the next message; None when the engine is gone."""
         body = await self.body()
         return None if body is None else decoded(_from_engine, body)
+
+    async def follow_messages(self, take: Callable[[FromEngine], bool | None]) -> None:
+        """Give every message to `take` as it arrives (`follow`)."""
+        await self.follow(lambda body: take(decoded(_from_engine, body)))
 
 
 def _length(head: bytes | bytearray) -> int:

@@ -41,7 +41,10 @@ class PrefixCache:
         if not self._is_on or not cursor.takes_cached:
             return []
         full = (len(cursor.tokens) - 1) // self._block_size
-        return find_prefix(self._pool, (cursor.keys.of(cursor.tokens, i) for i in range(full)))
+        found = find_prefix(self._pool, (cursor.keys.of(cursor.tokens, i) for i in range(full)))
+        if self._published is not None:
+            self._published.found([cursor.keys.of(cursor.tokens, i) for i in range(len(found)) if is_published(i)])
+        return found
 
     def remember(self, cursor: RowCursor, start: int, stop: int) -> None:
         """Add the blocks that were filled when the known tokens from `start` to `stop` were computed."""
@@ -50,4 +53,4 @@ class PrefixCache:
                 key = cursor.keys.of(cursor.tokens, i)
                 self._pool.remember(cursor.blocks[i], key)
                 if self._published is not None and is_published(i):
-                    self._published.add(key)
+                    self._published.use(key)

@@ -3,6 +3,8 @@ of its key. An edge computes those of a prompt as the scheduler does."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from weft.scheduler.cursors import KeyChain, root_key
 from weft.types import Pooling, Request
 
@@ -37,11 +39,12 @@ def prompt_digests(request: Request, block_size: int) -> tuple[bytes, ...]:
 
 class PublishedKeys:
     """The keys that are told to routers, at most `most` of them, and what has changed since they were told last. When
-    there are more the oldest are told: prompts that many requests share begin with them."""
+    there are more, those that were computed or found most recently are told."""
 
     def __init__(self, most: int = MAX_PUBLISHED) -> None:
         self._most = most
-        self._keys: set[bytes] = set()
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        """The least recently used first."""
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
 
@@ -49,18 +52,28 @@ class PublishedKeys:
         """Return whether anything has changed."""
         return bool(self._added or self._removed)
 
-    def add(self, key: bytes) -> None:
-        if len(self._keys) < self._most and key not in self._keys:
-            self._keys.add(key)
-            if key in self._removed:
-                del self._removed[key]
-            else:
-                self._added[key] = None
+    def use(self, key: bytes) -> None:
+        """Add a key that was computed or found."""
+        if key in self._keys:
+            self._keys.move_to_end(key)
+            return
+        if len(self._keys) >= self._most:
+            self.remove(next(iter(self._keys)))
+        self._keys[key] = None
+        if key in self._removed:
+            del self._removed[key]
+        else:
+            self._added[key] = None
+
+    def found(self, keys: list[bytes]) -> None:
+        """Note the keys of a chain that was found, its head as the last one used: others may share that."""
+        for key in reversed(keys):
+            self.use(key)
 
     def remove(self, key: bytes) -> None:
         """Remove a key that is not cached any more, if it was told of."""
         if key in self._keys:
-            self._keys.remove(key)
+            del self._keys[key]
             if key in self._added:
                 del self._added[key]
             else:

@@ -58,6 +58,8 @@ class RequestContext(Struct, eq=False, kw_only=True):
     request_id: str
     tenant: str
     """The name of its key; empty where no key is wanted."""
+    session: str = ""
+    """The session that a header names: it goes before one in the body."""
     began: float
     fields: FieldReport
     """What became of the fields of its body that are not honoured."""

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from weft import logs
 from weft.backends.contract import Stream, failure_of
 from weft.errors import EngineFault, Overloaded, RequestTimeout, Unavailable
-from weft.observe.traces import RequestOutcome
+from weft.observe.traces import RequestOutcome, RequestSpan
 from weft.payloads import PromptEmbeds
 from weft.serving.admission import ClientGone, RequestContext
 from weft.serving.rate_limits import Reservation
@@ -52,6 +52,9 @@ class Generation:
         priority that the client's key may not have."""
         self._context = context
         self._served = context.served
+        self._span: RequestSpan | None = None
+        if self._served.traces is not None and not isinstance(requests[0].task, Embed):
+            self._span = self._served.traces.begin(arrived)
         self._requests = [self._of_tenant(request) for request in requests]
         self._arrived = arrived
         self._model_name = model_name
@@ -68,7 +71,9 @@ class Generation:
             priority = LOWEST_PRIORITY
         elif able.priority:
             priority = context.keys.priority_of(context.tenant, priority, has_shares=able.fair_shares)
-        return replace(request, priority=priority, shares_cache=context.config.server.share_prefix_cache)
+        session, shares = context.session or request.session, context.config.server.share_prefix_cache
+        trace = None if self._span is None else self._span.trace
+        return replace(request, priority=priority, session=session, shares_cache=shares, trace=trace)
 
     async def run(self, take: TakeOf) -> None:
         """Submit the requests and give every output to `take`. Raises RateLimited, what the engine refuses, and the
@@ -245,8 +250,8 @@ class Generation:
         self._trace(outcome)
 
     def _trace(self, outcome: RequestOutcome) -> None:
-        if self._served.traces is not None:
-            self._served.traces.record(outcome)
+        if self._served.traces is not None and self._span is not None:
+            self._served.traces.record(outcome, self._span)
 
     def _shown(self, prompt: Prompt) -> object:
         match prompt:

@@ -102,7 +102,7 @@ StartEngine = Callable[[], Awaitable[Engine]]
 class ModelPool:
     def __init__(self, config: Config, open_served: OpenServedModel, models: ConfiguredModels | None = None) -> None:
         """Serve the configured models, or without them the one that `adopt` takes in."""
-        self._options = config.fleet
+        self._options = config.model_pool
         self._config = config
         self._open_served = open_served
         self._models = models
@@ -111,7 +111,9 @@ class ModelPool:
         self._slots: dict[str, ModelSlot] = {}
         self._going: set[ModelSlot] = set()
         """Slots that were taken away, but are not yet unloaded."""
-        self._memory = PoolMemory(config.fleet.max_loaded_models, models.memory_limit if models else 0, self._all_slots)
+        self._memory = PoolMemory(
+            self._options.max_loaded_models, models.memory_limit if models else 0, self._all_slots
+        )
         self._has_started = False
         self._failed: set[ModelSlot] = set()
         """Slots whose engines had died for good when that was looked for last."""

@@ -17,6 +17,7 @@ from weft.payloads import PromptEmbeds, check_total_bytes
 from weft.types import GenerateImage, GenerationRequest, MixedPrompt, Prompt, Sample, SamplingParams, Task
 
 MAX_FIELDS_TOLD = 32
+MAX_SESSION = 512
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
@@ -112,6 +113,13 @@ def nth_seed(seed: int, number: int) -> int:
 NamedEmbeds = tuple[str, PromptEmbeds]
 """A tensor, and the field of the request that it came in."""
 PromptPart = list[int] | NamedEmbeds
+
+
+def check_session(session: str, param: str) -> str:
+    """Return the name of a session. Raises InvalidRequest for one that is too long."""
+    if len(session) > MAX_SESSION:
+        raise InvalidRequest(f"{param} has {len(session)} characters; at most {MAX_SESSION}.", param=param)
+    return session
 
 
 def check_tensors_allowed(limits: LimitOptions, field: str) -> None:

@@ -249,7 +249,7 @@ def test_fields_become_sampling_parameters() -> None:
     assert submitted.params == SamplingParams(
         max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, stop=("x", "y"), seed=4
     )
-    assert (submitted.priority, submitted.cache_salt) == (2, "s")
+    assert (submitted.priority, submitted.cache_salt, submitted.session) == (2, "s", "u")
 
 
 @pytest.mark.parametrize(("thinking", "shown"), [

@@ -61,6 +61,7 @@ def test_the_prompt_reaches_the_engine_as_it_stands() -> None:
     engine = ScriptedEngine()
     predict(engine, ask("User: hi\n", priority=-7, worker_hint="gpu0"))
     assert bytes(engine.submitted[0].prompt).decode() == "User: hi\n"
+    assert engine.submitted[0].session == "gpu0"
 
 
 def test_a_long_prompt_reaches_the_engine_whole() -> None:

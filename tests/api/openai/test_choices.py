@@ -10,13 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, chat, complete, error_of, events, request
+from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, chat, complete, error_of, events, request, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer
+from weft.api.app import build_app
+from weft.api.handler import FIELDS_HEADER
 from weft.api.openai import chat as chat_module
 from weft.api.openai import completions
 from weft.backends.contract import Stream
 from weft.config import load
-from weft.types import FinishReason, GenerationRequest, Output, TokenLogprob, Usage
+from weft.types import FinishReason, GenerationRequest, Output, Sample, SamplingParams, TokenLogprob, Usage
 
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -182,6 +184,37 @@ def test_priority_and_salt_reach_the_engine() -> None:
     engine = ScriptedEngine()
     chat(engine, priority=-5, cache_salt="s")
     assert (engine.submitted[0].priority, engine.submitted[0].cache_salt) == (-5, "s")
+
+
+@pytest.mark.parametrize(("path", "fields"), [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/responses", {"input": "hi"}),
+])  # fmt: skip
+def test_a_session_reaches_the_engine(path: str, fields: dict[str, Any]) -> None:
+    engine = ScriptedEngine()
+    app, body = build_app(engine, load(env={})), {"model": "scripted", **fields}
+    long = {"x-session-id": "x" * 513}
+    for more, headers in (
+        ({}, {}),
+        ({"prompt_cache_key": "k"}, {}),
+        ({"prompt_cache_key": "k"}, {"x-session-id": "h"}),
+    ):
+        answered = request_app(app, "POST", path, json=body | more, headers=headers)
+        assert answered.status_code == 200 and FIELDS_HEADER not in answered.headers, answered.text
+    assert [each.session for each in engine.submitted] == ["", "k", "h"], "the header goes before the body"
+    for more, headers, param in (({"prompt_cache_key": "k" * 513}, {}, "prompt_cache_key"), ({}, long, "x-session-id")):
+        refused = request_app(app, "POST", path, json=body | more, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_sessions_of_two_tenants_are_two() -> None:
+    names = [("a", "s"), ("b", "s"), ("a", "t"), ("", "s")]
+    task = Sample(params=SamplingParams())
+    requests = [GenerationRequest(prompt=[1], task=task, tenant=tenant, session=name) for tenant, name in names]
+    sessions = {each.tenant_session for each in requests}
+    assert len(sessions) == 4 and {len(session) for session in sessions} == {16}
+    assert not GenerationRequest(prompt=[1], task=task, tenant="a").tenant_session
 
 
 # Answers that are large.

@@ -75,7 +75,7 @@ def test_fields_become_sampling_parameters(fields: dict[str, Any], expected: Sam
         {"service_tier": "auto"},
         {"service_tier": "default", "modalities": ["text"], "verbosity": "medium"},
         {"audio": None, "prediction": None, "reasoning_effort": None},
-        {"safety_identifier": "s", "prompt_cache_key": "k"},
+        {"safety_identifier": "s"},
     ],
 )
 def test_fields_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_an_answer_has_openai_s_shape() -> None:
-    body = whole(ScriptedEngine(), metadata={"a": "b"}, instructions="Be brief.", user="u")
+    body = whole(ScriptedEngine(), metadata={"a": "b"}, instructions="Be brief.", user="u", prompt_cache_key="k")
     assert body["id"].startswith("resp_")
     assert Response.model_validate(body).output_text == "Hello, world"
     [item] = body["output"]
@@ -117,6 +117,7 @@ def test_an_answer_has_openai_s_shape() -> None:
         "total_tokens": 15,
     }
     assert (body["metadata"], body["instructions"], body["user"]) == ({"a": "b"}, "Be brief.", "u")
+    assert body["prompt_cache_key"] == "k"
     assert (body["tools"], body["tool_choice"], body["text"]) == ([], "auto", {"format": {"type": "text"}})
 
 

@@ -55,6 +55,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
             "seed": request.seed,
             "priority": request.priority,
             "cache_salt": request.cache_salt,
+            "prompt_cache_key": request.metadata.user_id if request.metadata else None,
         }
     )
 

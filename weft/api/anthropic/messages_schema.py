@@ -10,9 +10,10 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
 
 from weft.api.body import Fields, client_tools
-from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Items, Name, ReasoningEffort
+from weft.api.openai.openai_schema import MODEL_S_OWN, SESSION, TOOL_NAME, Items, Name, ReasoningEffort
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
+from weft.serving.request import MAX_SESSION
 from weft.types import Usage
 
 
@@ -159,6 +160,12 @@ class OutputConfig(Fields):
     format: JsonFormat | None = None
 
 
+class MessagesMetadata(Fields):
+    place: ClassVar[str] = "messages.metadata"
+
+    user_id: str | None = Field(None, max_length=MAX_SESSION, description=SESSION)
+
+
 class CountTokensRequest(Fields):
     """POST /v1/messages/count_tokens"""
 
@@ -184,6 +191,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = Field(None, description=MODEL_S_OWN)
     top_k: int | None = Field(None, description=f"Keep the k likeliest tokens; 0 or -1: all. {MODEL_S_OWN}")
     stream: bool = False
+    metadata: MessagesMetadata | None = None
 
     seed: int | None = None
     priority: int = Field(0, description="Of a key's waiting requests those of a lower number go first.")

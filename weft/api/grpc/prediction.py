@@ -27,7 +27,14 @@ from weft.options import GrpcOptions
 from weft.payloads import MAX_DIMENSIONS, PromptEmbeds, check_count
 from weft.serving.admission import RequestContext
 from weft.serving.generation import Generation
-from weft.serving.request import FieldReport, PromptPart, check_embeds_taken, mixed_prompt, requests_like
+from weft.serving.request import (
+    FieldReport,
+    PromptPart,
+    check_embeds_taken,
+    check_session,
+    mixed_prompt,
+    requests_like,
+)
 from weft.serving.served_model import ServedModel
 from weft.types import GenerationRequest, Output, Prompt, Sample, SamplingDefaults, SamplingParams, check_cache_salt
 
@@ -196,13 +203,13 @@ async def parse_prediction(
     """Turn a prediction into the request to the engine; raises what is wrong with it. The report tells what of it
     changes nothing."""
     served.check_model(model_name)
-    for place, message in (("grpc", request), ("grpc.metadata", request.metadata)):
-        for field, _ in message.ListFields():
-            if (rule := RULES[place].get(field.name)) is not None:
-                report.ignore("grpc", f"{place}.{field.name}".removeprefix("grpc."), rule.why)
+    for field, _ in request.metadata.ListFields():
+        if (rule := RULES["grpc.metadata"].get(field.name)) is not None:
+            report.ignore("grpc", f"metadata.{field.name}", rule.why)
     if not request.prompt and not request.segments:
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     check_cache_salt(request.cache_salt)
+    check_session(request.worker_hint, "worker_hint")
     task = Sample(params=params_of(request.generation, served.engine.text.sampling_defaults))
     prompt: Prompt
     if request.segments:
@@ -217,6 +224,7 @@ async def parse_prediction(
         # A client may send the same id twice; the engine must never see it twice.
         request_id=f"rpc-{uuid.uuid4().hex}",
         cache_salt=request.cache_salt,
+        session=request.worker_hint,
         priority=request.priority,
         tenant=tenant,
         adapter=served.adapter_for(model_name, request.adapter or None),

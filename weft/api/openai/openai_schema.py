@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from weft.api.body import Fields, client_tools, honoured_fields
 from weft.errors import InvalidRequest, shown
 from weft.payloads import MAX_BYTES, MAX_DIMENSIONS
-from weft.serving.request import FieldReport
+from weft.serving.request import MAX_SESSION, FieldReport
 from weft.types import MAX_LOGPROBS
 
 MAX_PAIRS = 128
@@ -45,6 +45,7 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that is refused for the first of its items that is wrong: to tell of all would take longer than to read it."""
 Pairs = Annotated[dict[str, T], at_most(MAX_PAIRS, "entries")]
 Name = Annotated[str, at_most(1024, "characters")]
+SESSION = "Of several replicas, requests of one session are sent to the same one while that costs little."
 """A name that errors or the answer repeat."""
 Metadata = Pairs[Annotated[str, at_most(4096, "characters")]]
 
@@ -479,6 +480,7 @@ class SamplingFields(Fields):
         json_schema_extra=_within(-(2**31), 2**31 - 1),
     )
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
+    prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION, description=SESSION)
     adapter: Name | None = Field(
         None, description="The name of a LoRA adapter, where it is not the model's; empty: the model as it is."
     )

@@ -331,6 +331,7 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults, *, is_kept: bool)
         background=request.background,
         metadata=request.metadata,
         user=request.user,
+        prompt_cache_key=request.prompt_cache_key,
     )
 
 

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from weft.api.body import Fields, client_tools
 from weft.api.openai.openai_schema import (
     MODEL_S_OWN,
+    SESSION,
     TOOL_NAME,
     Items,
     Metadata,
@@ -22,7 +23,7 @@ from weft.api.openai.openai_schema import (
 )
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
-from weft.serving.request import FieldReport
+from weft.serving.request import MAX_SESSION, FieldReport
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -362,6 +363,7 @@ class ResponsesRequest(Fields):
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: a prompt that is too long loses its beginning."
     )
+    prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION, description=SESSION)
     metadata: Metadata = Field({}, description="Given back with the answer.")
     user: Name | None = Field(None, description="Given back with the answer.")
 

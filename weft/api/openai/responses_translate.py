@@ -65,6 +65,7 @@ def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatR
             "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
             "priority": request.priority,
             "cache_salt": request.cache_salt,
+            "prompt_cache_key": request.prompt_cache_key,
         }
     )
 
