@@ -15,7 +15,25 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_engine(pid: int) -> bool:
+    return name_of(pid) == "weft-engine"
+
+
+def is_rank(pid: int) -> bool:
+    """Return whether a process is a rank of an engine, and not the first, which is the engine itself."""
+    return name_of(pid) == "weft-rank"
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process as `ps -o comm` shows it; empty: it is gone."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text() == "weft-engine\n"
-    except FileNotFoundError:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process runs. One that has ended, and was not waited for, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
         return False

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 import weft
-from tests.processes import descendants
+from tests.processes import descendants, name_of, runs
 from tests.waiting import PATIENCE, wait_until
 
 ENVIRONMENT = {
@@ -44,9 +45,10 @@ def needs_ray() -> None:
 class RayNode:
     """One `ray start --block`, and all that it has started."""
 
-    def __init__(self, folder: Path, host: str, *flags: str) -> None:
+    def __init__(self, folder: Path, host: str, *flags: str, under: Sequence[str] = ()) -> None:
+        """`under`: a command that runs another, in the same process."""
         self.host = host
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command = [*under, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += ["--node-ip-address", host, "--object-store-memory", str(OBJECT_STORE_BYTES), *flags]
         self.log = folder / f"{host}.log"
         with self.log.open("w") as log:
@@ -62,6 +64,10 @@ class RayNode:
 
         wait_until(is_said, f"{said!r} of the node {self.host}")
 
+    def raylets(self) -> list[int]:
+        """Return the process that Ray's work on this node depends on, as long as it runs."""
+        return [pid for pid in descendants(self.process.pid) if name_of(pid) == "raylet" and runs(pid)]
+
     def kill(self, *more: int) -> None:
         """End the node at once: Ray's processes, and others that the machine would take along."""
         for pid in (*more, *descendants(self.process.pid), self.process.pid):
@@ -72,27 +78,59 @@ class RayNode:
         self.process.wait(PATIENCE)
 
 
+class Machines(Protocol):
+    """Where nodes are, by their numbers; the head's is 0."""
+
+    def host(self, number: int) -> str: ...
+
+    def under(self, number: int) -> tuple[str, ...]: ...
+
+
+class Loopback:
+    """Nodes with addresses of their own on the loopback interface of this machine."""
+
+    def host(self, number: int) -> str:
+        return f"127.0.0.{number + 1}"
+
+    def under(self, number: int) -> tuple[str, ...]:
+        return ()
+
+
 class RayCluster:
     """A head without CPUs, and nodes with some. A context manager that leaves nothing running."""
 
-    def __init__(self, num_nodes: int, cpus: int) -> None:
+    def __init__(self, num_nodes: int, cpus: int, machines: Machines | None = None) -> None:
         # Ray has sockets in it, whose paths must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="wray-", dir="/tmp"))
+        self.machines = machines or Loopback()
         self.nodes: list[RayNode] = []
+        self._cpus = cpus
         try:
-            flags = ("--head", "--port=0", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={self.folder}")
-            self.head = RayNode(self.folder, "127.0.0.1", *flags)
+            self.head = self._head(port=0)
             self.address = self._address()
             for number in range(num_nodes):
-                self.add_node(f"127.0.0.{number + 2}", cpus)
+                self.nodes.append(self._node(number))
         except BaseException:
             self.close()
             raise
 
-    def add_node(self, host: str, cpus: int) -> RayNode:
-        node = RayNode(self.folder, host, f"--address={self.address}", f"--num-cpus={cpus}")
-        self.nodes.append(node)
-        return node
+    def restart_head(self) -> None:
+        """Start a head at the address of the one that died. It knows nothing of it."""
+        self.head.kill()
+        self.head = self._head(port=int(self.address.rpartition(":")[2]))
+
+    def restart_node(self, number: int) -> None:
+        self.nodes[number].kill()
+        self.nodes[number] = self._node(number)
+
+    def _head(self, port: int) -> RayNode:
+        flags = ("--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={self.folder}")
+        return RayNode(self.folder, self.machines.host(0), *flags, under=self.machines.under(0))
+
+    def _node(self, number: int) -> RayNode:
+        flags = (f"--address={self.address}", f"--num-cpus={self._cpus}")
+        place = number + 1
+        return RayNode(self.folder, self.machines.host(place), *flags, under=self.machines.under(place))
 
     def _address(self) -> str:
         latest = self.folder / "ray_current_cluster"
@@ -115,8 +153,9 @@ class ClusterView:
     """The cluster as `weft cluster top --json` shows it. The command may end with the raylet that it is connected to,
     and is started again."""
 
-    def __init__(self, address: str, name: str) -> None:
-        self._words = ("cluster", "top", "--json", "--ray-address", address, "--cluster-name", name)
+    def __init__(self, address: str, name: str, under: Sequence[str] = ()) -> None:
+        top = ("cluster", "top", "--json", "--ray-address", address, "--cluster-name", name)
+        self._command = [*under, sys.executable, "-m", "weft", *top]
         self._process: subprocess.Popen[str] | None = None
         self._is_closed = False
         self.newest: dict[str, Any] = {}
@@ -138,9 +177,8 @@ class ClusterView:
 
     def _read(self) -> None:
         while not self._is_closed:
-            command = [sys.executable, "-m", "weft", *self._words]
             with subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+                self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
             ) as self._process:
                 assert self._process.stdout is not None
                 for line in self._process.stdout:

@@ -92,13 +92,15 @@ class Served:
 
 
 @asynccontextmanager
-async def served(tls: ssl.SSLContext | None = None, heartbeat_timeout_s: float = PATIENCE) -> AsyncIterator[Served]:
+async def served(
+    tls: ssl.SSLContext | None = None, heartbeat_timeout_s: float = PATIENCE, key: bytes = KEY
+) -> AsyncIterator[Served]:
     engines = StandIns()
     client = EngineClient(Config(engine=EngineOptions(heartbeat_timeout_s=PATIENCE)), FILES, engines)
     await client.start()
     # The stand-in has no heartbeat, and may be silent for longer than edges.
     client.config = Config(engine=EngineOptions(heartbeat_timeout_s=heartbeat_timeout_s))
-    server = ReplicaServer(client, KEY, tls)
+    server = ReplicaServer(client, key, tls)
     await server.listen("127.0.0.1", 0)
     replica = Served(server, engines)
     try:

@@ -21,6 +21,7 @@ class Told:
     """A membership whose tables a test writes. It fails where the test says so."""
 
     def __init__(self) -> None:
+        self.key = KEY
         self._tables: asyncio.Queue[ReplicaTable | None] = asyncio.Queue()
         self._version = 0
 
@@ -45,7 +46,7 @@ class Told:
 
 @asynccontextmanager
 async def pool_of(told: Told) -> AsyncIterator[ReplicaPool]:
-    pool = ReplicaPool(Config(engine=EngineOptions(heartbeat_timeout_s=PATIENCE)), FILES, told, KEY)
+    pool = ReplicaPool(Config(engine=EngineOptions(heartbeat_timeout_s=PATIENCE)), FILES, told)
     try:
         await pool.start()
         yield pool
@@ -152,6 +153,21 @@ async def test_without_a_membership_the_last_table_holds() -> None:
             await one.submitted()
             cut(one)
             assert (await one.submitted()).request_id.endswith("a")
+            assert entry.is_open
+
+
+@on_a_loop
+async def test_the_replicas_of_a_new_cluster_may_have_another_key() -> None:
+    """The head of a Ray cluster that comes back with an empty state has a new controller, which makes a key."""
+    told = Told()
+    async with served() as one, served(key=b"another" * 8) as two:
+        told.tell((one, "ready"))
+        async with pool_of(told) as pool:
+            entry = pool.submit(request("a"))
+            await one.submitted()
+            told.key = b"another" * 8
+            told.tell((two, "ready"))
+            assert (await two.submitted()).request_id.endswith("a")
             assert entry.is_open
 
 

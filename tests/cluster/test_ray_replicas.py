@@ -24,7 +24,7 @@ from tests.cluster.streams import Following
 from tests.e2e.server import Server
 from tests.e2e.tiny_server import NAME, TinyServer
 from tests.ports import reserved_port
-from tests.processes import descendants
+from tests.processes import runs
 from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.long
@@ -97,7 +97,7 @@ def test_a_stream_goes_on_while_the_actor_of_its_replica_is_killed(
         os.kill(replica["actor_pid"], signal.SIGKILL)
         assert stream.answer() == unharmed
     wait_until(lambda: replica["id"] not in view.replicas and len(view.ready()) == 2, "another in its place")
-    wait_until(lambda: not is_alive(replica["pid"]), "the end of the process that the actor had started")
+    wait_until(lambda: not runs(replica["pid"]), "the end of the process that the actor had started")
 
 
 def test_a_replica_drains_by_command_and_is_replaced(
@@ -213,20 +213,22 @@ def test_the_edge_serves_on_while_the_head_dies(
         cluster.head.kill()
         assert stream.answer() == unharmed
     wait_until(lambda: any("Ray is lost" in line for line in edge.log), "the edge's word on it")
-    wait_until(lambda: not any(raylets(node) for node in cluster.nodes[:1]), "the end of a raylet without a head")
+    wait_until(lambda: not cluster.nodes[0].raylets(), "the end of a raylet without a head")
     assert Following(edge.url, LONG).answer() == unharmed
 
 
-def raylets(node: Any) -> list[int]:
-    return [pid for pid in descendants(node.process.pid) if "raylet" in command_of(pid)]
+def test_the_edge_joins_a_head_that_comes_back(cluster: RayCluster, edge: Server, unharmed: Answer) -> None:
+    """Its state is empty: another controller starts other replicas, and has made another key for them."""
+    if cluster.head.process.poll() is None:
+        cluster.head.kill()
+    before = set(connected(edge))
+    cluster.restart_head()
+    for number in range(len(cluster.nodes)):
+        cluster.restart_node(number)
+    wait_until(lambda: len(set(connected(edge)) - before) == 2, "replicas of the new head")
+    assert Following(edge.url, LONG).answer() == unharmed
 
 
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
-    except OSError:
-        return ""
-
-
-def is_alive(pid: int) -> bool:
-    return bool(command_of(pid))
+def connected(edge: Server) -> list[str]:
+    """The replicas that take requests of the edge."""
+    return re.findall(r'^weft_replica_ready{.*replica="(\w+)".*} 1', edge.get("/metrics").text, re.M)

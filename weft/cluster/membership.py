@@ -39,6 +39,9 @@ class ReplicaTable(Struct, frozen=True):
 class Membership(Protocol):
     """The source of an edge's tables."""
 
+    key: bytes
+    """The key of the replicas of the newest table."""
+
     def tables(self) -> AsyncIterator[ReplicaTable]:
         """Yield the table as it is now, and another whenever it changes. Where the source is gone, nothing comes any
         more, and edges go on with the last one."""
@@ -49,7 +52,8 @@ class Membership(Protocol):
 class StaticMembership:
     """The replicas that the operator named: a table that does not change."""
 
-    def __init__(self, addresses: list[str]) -> None:
+    def __init__(self, addresses: list[str], key: bytes) -> None:
+        self.key = key
         self._table = ReplicaTable(1, tuple(map(address_of, addresses)))
         if len({replica.id for replica in self._table.replicas}) < len(addresses):
             raise ConfigError("--replica-addresses names a replica twice.", hint="Name each host:port once.")
@@ -75,6 +79,6 @@ def address_of(text: str) -> ReplicaAddress:
     return ReplicaAddress(f"{host}:{int(port)}", host, int(port))
 
 
-def static_membership(options: ClusterOptions) -> StaticMembership:
+def static_membership(options: ClusterOptions, key: bytes) -> StaticMembership:
     """Return the membership of --replica-addresses, which may be repeated or hold several with commas between."""
-    return StaticMembership([one for text in options.replica_addresses for one in text.split(",") if one.strip()])
+    return StaticMembership([one for text in options.replica_addresses for one in text.split(",") if one.strip()], key)

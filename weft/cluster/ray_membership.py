@@ -40,16 +40,16 @@ CLOSE_S = 20.0
 MAX_LINE = 1 << 24
 
 
-async def open_ray_membership(config: Config, files: ModelFiles) -> tuple[RayMembership, bytes]:
-    """Join the cluster on Ray, wait until one of its replicas is ready, and return where tables come from, and the
-    cluster's key. Raises what keeps replicas from starting."""
+async def open_ray_membership(config: Config, files: ModelFiles) -> RayMembership:
+    """Join the cluster on Ray, wait until one of its replicas is ready, and return where tables come from. Raises what
+    keeps replicas from starting."""
     membership = RayMembership(config, files)
     try:
-        key = await membership.start(config.engine.start_timeout_s)
+        await membership.start(config.engine.start_timeout_s)
     except BaseException:
         await membership.close()
         raise
-    return membership, key
+    return membership
 
 
 def check_counts(options: ClusterOptions) -> tuple[int, int, int]:
@@ -99,13 +99,14 @@ def cluster_spec(config: Config, files: ModelFiles) -> ClusterSpec:
 class RayMembership:
     def __init__(self, config: Config, files: ModelFiles) -> None:
         self._join = Join(config.cluster.cluster_name, config.cluster.ray_address, cluster_spec(config, files))
+        self.key = self._joined_key = b""
         self._table: ReplicaTable | None = None
         self._changed = asyncio.Event()
         self._agent: _Agent | None = None
         self._keeping: asyncio.Task[None] | None = None
 
-    async def start(self, timeout_s: float) -> bytes:
-        """Start the agent, and wait for a replica that is ready. Returns the key."""
+    async def start(self, timeout_s: float) -> None:
+        """Start the agent, and wait for a replica that is ready."""
         problem = ""
         try:
             async with asyncio.timeout(timeout_s):
@@ -113,24 +114,23 @@ class RayMembership:
                 connected = await self._agent.read()
                 if not isinstance(connected, Connected):
                     raise Unavailable("The Ray agent did not join the cluster.")
-                key = connected.key.encode()
+                self._joined_key = connected.key.encode()
                 while self._table is None:
                     message = await self._agent.read()
-                    if not isinstance(message, TableChanged):
+                    self._take(message)
+                    if isinstance(message, Connected):
                         continue  # the controller was started again
                     if message.problem and message.problem != problem:
                         log.warning("Replicas do not start: %s", message.problem)
                     problem = message.problem
                     if message.unplaceable and connected.local:
                         raise ConfigError(problem, hint="Ask for less (--threads, --tensor-parallel-size, --device).")
-                    self._take(message)
         except TimeoutError:
             raise Unavailable(
                 f"No replica was ready after {timeout_s:.0f} s. {problem}".rstrip(),
                 hint="`weft cluster status` tells more; --start-timeout-s gives it longer.",
             ) from None
         self._keeping = asyncio.create_task(self._keep(), name="weft-ray-membership")
-        return key
 
     async def tables(self) -> AsyncIterator[ReplicaTable]:
         """Yield the newest table, whenever there is another."""
@@ -150,11 +150,14 @@ class RayMembership:
         if self._agent is not None:
             await self._agent.close()
 
-    def _take(self, message: TableChanged) -> None:
+    def _take(self, message: Connected | TableChanged) -> None:
         """Take in a table. One without a replica to use tells nothing that edges do not see, and may be that of a new
-        cluster in the place of one that is lost, whose replicas serve on until the new ones are ready."""
-        if any(replica.state in ("ready", "draining") for replica in message.table.replicas):
-            self._table = message.table
+        cluster in the place of one that is lost, whose replicas serve on until the new ones are ready. Its key may be
+        another, and is used with its first table."""
+        if isinstance(message, Connected):
+            self._joined_key = message.key.encode()
+        elif any(replica.state in ("ready", "draining") for replica in message.table.replicas):
+            self.key, self._table = self._joined_key, message.table
             self._changed.set()
             self._changed = asyncio.Event()
 
@@ -167,9 +170,9 @@ class RayMembership:
                     self._agent = await _Agent.launch(self._join)
                 while True:
                     message = await self._agent.read()
+                    self._take(message)
                     if isinstance(message, TableChanged):
                         pause = FIRST_RETRY_S
-                        self._take(message)
             except (WeftError, OSError) as error:
                 log.error("Ray is lost: %s The edge goes on with the replicas that it knows.", error)
             if self._agent is not None:

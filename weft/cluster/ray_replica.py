@@ -2,9 +2,10 @@
 
 `python -m weft.cluster.ray_replica` is that process. It is no child of the actor's, because Ray ends a worker's
 children and a worker ends with its raylet, while edges can go on with a replica whose raylet is lost. The two have a
-socket pair: orders go down, and reports come up, one JSON object a line. When the actor has ended and its raylet has
-not, the replica ends as well. When the raylet is lost (the head of the cluster is, or the node's own raylet), the
-replica serves on as long as an edge is connected.
+socket pair: orders go down, and reports come up, one JSON object a line. When the actor has ended, the replica serves
+on as long as an edge is connected: edges leave it when the controller tells them to, and where the head of the cluster
+or the node's own raylet is lost, they do not. Workers may end seconds before their raylet does when the head is lost,
+so a raylet that lives only bounds that time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from weft.errors import WeftError
 log = logging.getLogger(__name__)
 
 REPORT_S = 0.5
-LOST_RAYLET_S = 2.0
+LEFT_S = 2.0
+"""Seconds without an edge after which a replica without its actor ends, while the raylet lives."""
+LOST_RAYLET_S = 30.0
 """Seconds in which a raylet that is ending has ended, once its worker has."""
 LONELY_S = 15.0
 """Seconds without an edge after which a replica without a raylet ends."""
@@ -198,20 +201,17 @@ def _write(writer: asyncio.StreamWriter, report: ReplicaReport) -> None:
 
 
 async def _until_useless(reader: asyncio.StreamReader, server: ReplicaServer, raylet_pid: int) -> None:
-    """Return when the replica should end: it was told to, or the actor has ended while the raylet lives, so that Ray
-    can start another; or no edge has been connected for a while since the raylet was lost."""
+    """Return when the replica should end: it was told to, or the actor has ended and no edge has been connected for a
+    while, or the raylet outlives the actor, so that Ray can start another."""
     if await reader.readline() == STOP:
         return
-    deadline = time.monotonic() + LOST_RAYLET_S
-    while _is_alive(raylet_pid):
-        if time.monotonic() > deadline:
+    log.warning("The actor of this replica has ended. The replica serves on while edges are connected.")
+    lonely_since = lost_at = time.monotonic()
+    while (now := time.monotonic()) - lonely_since < (LEFT_S if _is_alive(raylet_pid) else LONELY_S):
+        if now - lost_at > LOST_RAYLET_S and _is_alive(raylet_pid):
             return
-        await asyncio.sleep(0.1)
-    log.warning("The raylet of this node is lost. The replica serves on while edges are connected.")
-    lonely_since = time.monotonic()
-    while time.monotonic() - lonely_since < LONELY_S:
         if server.num_edges:
-            lonely_since = time.monotonic()
+            lonely_since = now
         await asyncio.sleep(REPORT_S)
 
 

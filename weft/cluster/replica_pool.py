@@ -120,7 +120,7 @@ class ReplicaPool:
     """The replicas of one model, as one client of engines: it takes requests, and hands events to their streams."""
 
     def __init__(
-        self, config: Config, files: ModelFiles, membership: Membership, key: bytes, tls: ssl.SSLContext | None = None
+        self, config: Config, files: ModelFiles, membership: Membership, tls: ssl.SSLContext | None = None
     ) -> None:
         self.config = config
         self.files = files
@@ -129,7 +129,6 @@ class ReplicaPool:
         self.vocabulary: Vocabulary | None = None
         self._moved = 0
         self._membership = membership
-        self._key = key
         self._tls = tls
         self._journal = Journal(config.scheduler.max_embedding_mb << 20)
         self._replicas: dict[str, _Replica] = {}
@@ -408,7 +407,8 @@ class ReplicaPool:
         pause = FIRST_RETRY_SECONDS
         while True:
             try:
-                replica.link = await connect(replica.address.host, replica.address.port, self._key, self._tls)
+                host, port = replica.address.host, replica.address.port
+                replica.link = await connect(host, port, self._membership.key, self._tls)
                 replica.failure = ""
                 await self._read_forever(replica, replica.link)
                 pause = FIRST_RETRY_SECONDS

@@ -31,12 +31,11 @@ async def start_replicated(config: Config, files: ModelFiles | None = None) -> R
         files = await asyncio.to_thread(find_model, config)
     options = config.cluster
     if options.replica_addresses:
-        membership: Membership = static_membership(options)
-        key = read_key(options)
+        membership: Membership = static_membership(options, read_key(options))
     else:
         ray = importlib.import_module("weft.cluster.ray_membership")
-        membership, key = await ray.open_ray_membership(config, files)
-    pool = ReplicaPool(config, files, membership, key, tls_context(options, is_server=False))
+        membership = await ray.open_ray_membership(config, files)
+    pool = ReplicaPool(config, files, membership, tls_context(options, is_server=False))
     opening = asyncio.create_task(asyncio.to_thread(open_model_text, files, config.model))
     try:
         await pool.start()
