@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """A worker's fork server imports torch beside the collection, with the environment of no test."""
     # What is imported and collected stays: looking for garbage in it again and again would take seconds.
     gc.disable()
+    # A shell that starts the suite in the background has it ignored, and what the tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux" and hasattr(config, "workerinput"):
         shared_fork_server(engine_environment())
 

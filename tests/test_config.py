@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from weft.cli import app
+from weft.cli.main import app
 from weft.config import FORMATS, RESERVED_ENV, load, nearest, template
 from weft.errors import ConfigError
 from weft.options import Config, settings

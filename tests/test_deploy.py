@@ -201,9 +201,8 @@ def test_the_application_on_ray_has_settings_that_there_are() -> None:
     assert config.server.api_key_file.startswith(f"{keys}/")
     assert config.cluster.cluster_key_file.startswith(f"{keys}/")
     (edge,) = application["deployments"]
-    assert (
-        edge["name"] == re.findall(r'^DEPLOYMENT = "(\w+)"$', (ROOT / "weft/ray_serve.py").read_text(), re.MULTILINE)[0]
-    )
+    names = re.findall(r'^DEPLOYMENT = "(\w+)"$', (ROOT / "weft/cli/ray_serve.py").read_text(), re.MULTILINE)
+    assert [edge["name"]] == names
 
 
 def test_the_nodes_on_ray_run_as_nobody_in_particular_and_have_the_gpus_that_replicas_ask_for() -> None:

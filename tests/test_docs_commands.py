@@ -30,7 +30,7 @@ from tests.e2e.server import Server
 from tests.waiting import PATIENCE
 from weft.bench.commands import app as bench_app
 from weft.checkpoint.model_files import ModelFiles
-from weft.cli import app
+from weft.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

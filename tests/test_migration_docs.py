@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import typer
 
-from weft import cli
 from weft.api.app import admission_app
 from weft.backends.registry import BUILT_IN, PLATFORM_NAMES, VLLM
 from weft.bench import commands
+from weft.cli import main as cli
 from weft.config import RESERVED_ENV, load
 from weft.migration import PYPTO_KEYS, VARIABLES, Refused
 from weft.models_file import MEANINGLESS, OLD_KEYS

@@ -65,7 +65,7 @@ def one_line(text: str) -> str:
 def commands() -> str:
     """The command line, from the commands themselves."""
     from weft.bench.commands import app as bench_app
-    from weft.cli import app
+    from weft.cli.main import app
 
     parts = ["# Command line\n", "Made from the code. `weft COMMAND --help` prints the same.\n"]
     root = typer.main.get_command(app)

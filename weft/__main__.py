@@ -1,6 +1,6 @@
 """python -m weft"""
 
-from weft.cli import main
+from weft.cli.main import main
 
 if __name__ == "__main__":
     main()

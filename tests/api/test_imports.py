@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("weft.cli", ["fastapi", "uvicorn", "pydantic", "prometheus_client", "torch", "tokenizers", "asyncio"]),
+        ("weft.cli.main", ["fastapi", "uvicorn", "pydantic", "prometheus_client", "torch", "tokenizers", "asyncio"]),
         ("weft.api.server", ["torch", "weft.engine", "weft.scheduler", "weft.worker", "weft.model", "weft.hub"]),
         ("weft.api.app", ["numpy", "llguidance"]),
         ("weft.terminal", ["torch", "fastapi", "weft.engine", "weft.hub"]),

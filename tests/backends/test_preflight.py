@@ -11,11 +11,11 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from weft import cli
 from weft.backends import preflight
 from weft.backends.preflight import findings, machine_findings
 from weft.backends.registry import EngineInfo, list_engines
 from weft.checkpoint.model_files import ModelFiles, dummy_files
+from weft.cli import main as cli
 from weft.errors import ConfigError, ModelError
 from weft.machine.devices import Device
 from weft.machine.hardware import Cpu, Machine, Memory, MemoryLimit

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import weft.backends
 from tests import forked
 from tests.compat.test_adapted import Parrot
-from weft import cli
 from weft.backends import (
     DEFAULT_ENGINE_PRIORITY,
     EngineFactory,
@@ -34,7 +33,8 @@ from weft.backends.registry import (
     expect_engine,
     why_unavailable,
 )
-from weft.cli import expect_engine_early
+from weft.cli import main as cli
+from weft.cli.main import expect_engine_early
 from weft.config import load
 from weft.engine import process
 from weft.errors import ConfigError, Unavailable

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.checkpoint.gguf_bytes import small_model
 from tests.hub.fake_directory import make_directory
 from tests.hub.fake_hub import FakeHub, serving
-from weft import cli
+from weft.cli import main as cli
 from weft.errors import ModelError
 from weft.hub.catalog import CATALOGUE
 from weft.hub.hub_api import GGUF_ID, HUB_ID

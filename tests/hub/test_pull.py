@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.hub import fake_model
 from tests.hub.fake_model import CONTENT, GO_ON, MODEL, NAME, fake_pip, make_wheel, notes, start_child
 from tests.waiting import PATIENCE, wait_until
-from weft.cli import app
+from weft.cli.main import app
 from weft.errors import ModelError
 from weft.hub import catalog, download
 from weft.hub.catalog import pull

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from weft.command_flags import JsonFlag, console
+from weft.cli.command_flags import JsonFlag, console
 from weft.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:

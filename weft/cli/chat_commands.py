@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.command_flags import ENGINE_SECTIONS, EPILOG, LOCAL_FLAGS, configured, console
+from weft.cli.command_flags import ENGINE_SECTIONS, EPILOG, LOCAL_FLAGS, configured, console
 from weft.config import differences
 from weft.errors import ConfigError
 from weft.options import Config
 
 if TYPE_CHECKING:
     from weft.backends.blocking import BlockingEngine
-    from weft.chat_client import ChatModel
+    from weft.cli.chat_client import ChatModel
 
 app = typer.Typer()
 
@@ -107,7 +107,7 @@ def _talk(
                 view.add(delta.text)
             view.end()
             return
-        from weft.chat_session import ChatSession, line_editor
+        from weft.cli.chat_session import ChatSession, line_editor
 
         shown = console(stderr=not sys.stdout.isatty())
         place = f" at {model.place}" if model.place else ""
@@ -131,7 +131,7 @@ def _message(prompt: str) -> str:
 
 def _chat_model(config: Config, given: frozenset[str], *, url: str, key: str, attach: bool, quiet: bool) -> ChatModel:
     """Return the model of --url, or of a server on this machine that has it, or one that is loaded now."""
-    from weft.chat_client import LocalModel, ServerModel, probe, served_as
+    from weft.cli.chat_client import LocalModel, ServerModel, probe, served_as
 
     named = config.model.model if "model" in given else ""
     if url:

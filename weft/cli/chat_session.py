@@ -22,8 +22,8 @@ from prompt_toolkit.output import create_output
 from rich.console import Console
 from rich.table import Table
 
-from weft.chat_client import ChatModel
-from weft.command_flags import SAMPLING, check_sampling
+from weft.cli.chat_client import ChatModel
+from weft.cli.command_flags import SAMPLING, check_sampling
 from weft.errors import ContextTooLong, InvalidRequest, WeftError
 from weft.terminal import AnswerView, MarkdownView, PlainView, printable, save_file
 from weft.types import Usage

@@ -22,10 +22,10 @@ from tests.api.scripted_engine import PAINTER, ScriptedEngine
 from tests.ports import reserved_port
 from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
-from weft.cli import app
+from weft.cli.live_text import models_table, snapshot_text
+from weft.cli.main import app
 from weft.config import load
 from weft.errors import ConfigError, Unavailable
-from weft.live_text import models_table, snapshot_text
 from weft.serving.live import CacheBlocks, LiveModel, Snapshot, SpentBudget, Throughput
 from weft.serving.timing import Timeline
 
@@ -94,7 +94,7 @@ def test_top_on_a_terminal_goes_on_until_q_or_an_interrupt(url: str, end: str) -
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "weft", "top", "--url", url]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=root)
     os.close(theirs)
     written = bytearray()

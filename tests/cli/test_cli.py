@@ -21,13 +21,15 @@ from typer.testing import CliRunner
 from tests import forked
 from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from tests.checkpoint.gguf_bytes import small_model
-from weft import __version__, chat_session, cli, model_commands, terminal
+from weft import __version__, terminal
 from weft.api import server
 from weft.backends.blocking import BlockingEngine
 from weft.backends.contract import ChatStyles
-from weft.chat_client import LocalModel
-from weft.chat_session import ChatSession
 from weft.checkpoint.model_files import ModelFiles
+from weft.cli import chat_session, model_commands
+from weft.cli import main as cli
+from weft.cli.chat_client import LocalModel
+from weft.cli.chat_session import ChatSession
 from weft.errors import ContextTooLong, InvalidRequest, ModelError
 from weft.machine.devices import Device
 from weft.machine.hardware import Machine, Memory, inspect_machine
@@ -36,7 +38,7 @@ from weft.terminal import LocalEngine
 from weft.text.parsers.styles import reasoning_style
 from weft.types import Output, SamplingParams
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
 
 
@@ -156,7 +158,7 @@ def test_a_shell_completes_commands_and_models(shell: str, tmp_path: Path) -> No
     asked = {"_WEFT_COMPLETE": f"complete_{shell}", line: "weft run qwen3:", **({number: "2"} if number else {})}
     asked |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"} if shell == "fish" else {}
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.argv = ['weft']; from weft.cli import main; main()"],
+        [sys.executable, "-c", "import sys; sys.argv = ['weft']; from weft.cli.main import main; main()"],
         env={**os.environ, **asked, "WEFT_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -170,7 +172,7 @@ def test_a_shell_completes_commands_and_models(shell: str, tmp_path: Path) -> No
 def test_bash_completes_what_is_behind_a_colon(begun: str, tmp_path: Path) -> None:
     """Bash itself takes the words apart, asks, and puts the answer in the place of the last part."""
     program = tmp_path / "weft"
-    program.write_text(f"#!{sys.executable}\nfrom weft.cli import main\nmain()\n")
+    program.write_text(f"#!{sys.executable}\nfrom weft.cli.main import main\nmain()\n")
     program.chmod(0o755)
     script = f"""
         eval "$(_WEFT_COMPLETE=source_bash weft)"

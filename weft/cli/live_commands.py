@@ -41,7 +41,7 @@ def top(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -
     """
     from rich.console import Console
 
-    from weft.live_text import snapshot_text, watch
+    from weft.cli.live_text import snapshot_text, watch
 
     console = Console()
     if as_json:
@@ -57,7 +57,7 @@ def ps(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) ->
     """List the models of a running server, and what they take of its memory."""
     from rich.console import Console
 
-    from weft.live_text import models_table
+    from weft.cli.live_text import models_table
 
     with live_stream(url, api_key) as snapshots:
         models = next(snapshots).models

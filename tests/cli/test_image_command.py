@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from tests.api.openai.pixels import pixels_of
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, picture
 from tests.waiting import PATIENCE, wait_until
-from weft import LLM, cli, llm, terminal
+from weft import LLM, llm, terminal
 from weft.checkpoint.model_files import ModelFiles
+from weft.cli import main as cli
 from weft.errors import ConfigError, EngineFault, InvalidRequest
 from weft.serving.image_request import ImageOptions
 from weft.types import FinishReason, ImageParams, Output
@@ -28,7 +29,8 @@ from weft.types import FinishReason, ImageParams, Output
 TELLS_OF_ITS_STEPS = """
 import sys
 from pathlib import Path
-from weft import cli, terminal
+from weft.cli import main as cli
+from weft import terminal
 
 begun = Path(sys.argv.pop(1))
 

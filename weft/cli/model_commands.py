@@ -8,7 +8,7 @@ import typer
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from weft.command_flags import EPILOG, PLAN_FLAGS, JsonFlag, complete_model, configured, console
+from weft.cli.command_flags import EPILOG, PLAN_FLAGS, JsonFlag, complete_model, configured, console
 from weft.options import Config
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def rm(
     revision: Annotated[str, typer.Option(help="Remove this commit of a hub model alone.")] = "",
 ) -> None:
     """Remove a model from this machine, if Weft pulled it."""
-    from weft.chat_client import probe, served_as
+    from weft.cli.chat_client import probe, served_as
     from weft.config import load
     from weft.hub.resolve import remove
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec.structs import replace
 
-from weft import __version__, chat_commands, cluster_commands, model_commands
-from weft.command_flags import (
+from weft import __version__
+from weft.cli import chat_commands, cluster_commands, model_commands
+from weft.cli.command_flags import (
     ENGINE_SECTIONS,
     EPILOG,
     LOCAL_FLAGS,
@@ -23,9 +24,9 @@ from weft.command_flags import (
     console,
     join_completed_words,
 )
+from weft.cli.live_commands import add_live_commands
 from weft.config import FORMATS, differences, load, shown_value, template
 from weft.errors import ConfigError, Unavailable, WeftError
-from weft.live_commands import add_live_commands
 from weft.options import Config
 
 if TYPE_CHECKING:
