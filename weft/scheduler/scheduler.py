@@ -212,7 +212,7 @@ class Scheduler:
             if self.limits.max_step_seconds:
                 before = sum(row.count * (row.start + row.count / 2) for row in plan.rows)
                 self.pace.took(plan.num_tokens, seconds, before / max(1, plan.num_tokens))
-            # A step that only prefills may have no result that is waited for; one that only decodes tells nothing of prompts.
+            # A step that only prefills may have no result that is waited for; decodes alone tell nothing of prompts.
             counts = {row.count for row in plan.rows if not row.draft}
             if 1 in counts and len(counts) > 1:
                 self.mixed_pace.took(plan.num_tokens, seconds)
