@@ -269,3 +269,28 @@ def test_steps_that_decode_have_a_goal_of_their_own_and_are_filled_up_in_powers_
     assert sizes[-1] == 512, "of 800 that there is time for"
     simulation.run()
     assert sizes.count(sizes[3]) > 5 and sizes[-1] == 1
+
+
+def test_beside_decodes_a_step_has_the_tokens_there_is_time_for_however_long_decodes_take_alone() -> None:
+    """A token that is decoded costs more than one of a prompt: its context is read for it alone."""
+    wide = limits(
+        num_blocks=4100, max_model_len=10_000, max_num_seqs=300, max_num_batched_tokens=2048, max_prefill_chunk=2048,
+        max_mixed_prefill=384, max_mixed_step_seconds=0.06,
+    )  # fmt: skip
+    simulation, clock, sizes = Simulation(wide), Clock(), list[int]()
+    simulation.scheduler._clock = clock
+    execute = simulation.worker.execute
+
+    def slowly(plan: StepPlan) -> StepResult:
+        sizes.append(plan.num_tokens)
+        clock.now += sum(100e-6 if row.count == 1 else row.count * 15e-6 for row in plan.rows)
+        return execute(plan)
+
+    simulation.worker.execute = slowly
+    for i in range(256):
+        simulation.add(request(f"decodes {i}", [i % 50], 20))
+    for _ in range(4):
+        simulation.step()
+    simulation.add(request("long", [2] * 9000, 1))
+    simulation.run()
+    assert sizes[1:10] == [256, 256, 256, *[2048] * 5, 256 + 9000 - 5 * (2048 - 256)]

@@ -65,11 +65,12 @@ class StepPace:
     costs, and how that grows with the context, by a line through them."""
 
     def __init__(
-        self, most: int, goal: float, least: int = LEAST_TOKENS, *, first: int = 0, in_powers: bool = False
-    ) -> None:
+        self, most: int, goal: float, least: int = LEAST_TOKENS, *, first: int = 0, growth: float = FIRST_GROWTH,
+        in_powers: bool = False,
+    ) -> None:  # fmt: skip
         """Find the `least` to `most` tokens that a step can compute in `goal` seconds, in whole multiples of the least;
         `in_powers`: in powers of two of them. Without a goal they are the most, and `first`, if given, before any
-        step is known."""
+        step is known. The `growth` with the context is what is assumed until costs tell."""
         self._most = most
         self._goal = goal
         self._least = least
@@ -78,7 +79,7 @@ class StepPace:
         self._cost = 0.0
         """Seconds of a token, at the context where that was seen last."""
         self._context = 0.0
-        self._growth = FIRST_GROWTH
+        self._growth = growth
         """What a token of the context adds to the cost of one without any, as a share of that."""
         self._sums = [0.0] * 5
 

@@ -39,7 +39,7 @@ class Scheduler:
         self.throttle = Throttle(limits)
         self.pace = StepPace(limits.max_num_batched_tokens, limits.max_step_seconds, first=FIRST_TOKENS)
         self.mixed_pace = StepPace(
-            limits.max_num_batched_tokens, limits.max_mixed_step_seconds, LEAST_MIXED_TOKENS, in_powers=True
+            limits.max_num_batched_tokens, limits.max_mixed_step_seconds, LEAST_MIXED_TOKENS, growth=0.0, in_powers=True
         )
         """The pace of steps that prefill and decode."""
         self.pool = BlockPool(limits.num_blocks)
@@ -212,8 +212,9 @@ class Scheduler:
             if self.limits.max_step_seconds:
                 before = sum(row.count * (row.start + row.count / 2) for row in plan.rows)
                 self.pace.took(plan.num_tokens, seconds, before / max(1, plan.num_tokens))
-            # A step that only prefills may have no result that is waited for.
-            if any(row.count == 1 for row in plan.rows):
+            # A step that only prefills may have no result that is waited for; decodes alone tell nothing of prompts.
+            counts = {row.count for row in plan.rows if not row.draft}
+            if 1 in counts and len(counts) > 1:
                 self.mixed_pace.took(plan.num_tokens, seconds)
         self._applied_at = now
         return brought
