@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import fields
 
-from weft.types import COUNTERS, EngineStats
+from weft.engine_stats import COUNTERS, EngineStats
 
 GAUGES = {
     "running",

@@ -18,7 +18,7 @@ import weft
 PACKAGE = Path(weft.__file__).parent
 GROUND = {
     *("types", "plan", "errors", "config", "options", "switches", "logs", "payloads", "compile_cache", "__init__"),
-    "migration",
+    *("engine_stats", "migration"),
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": set(),
@@ -73,8 +73,8 @@ CORE = [
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "os.system"}
 
-MAX_FILES = 332
-MAX_LINES = 66_500
+MAX_FILES = 334
+MAX_LINES = 66_800
 SMALL_LINES = 80
 SMALL_ON_PURPOSE = {
     "weft.__main__": "`python -m weft` needs a module of this name",

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.engine.wire import FromEngine, StepOutput, Submit, ToEngine
-from weft.types import EngineStats, Event, Request, SamplingParams
+from weft.engine_stats import EngineStats
+from weft.types import Event, Request, SamplingParams
 
 STATS = EngineStats(running=32, blocks_total=4096, blocks_used=777, generation_tokens=123_456, steps=9_999)
 

@@ -201,8 +201,9 @@ def metrics() -> str:
     """Every metric, from what a scrape of a server with several models answers."""
     from prometheus_client.parser import text_string_to_metric_families
 
+    from weft.engine_stats import EngineStats
     from weft.observe.metrics import ALIAS_PREFIX, OWN_PREFIX, Histogram, Metrics, Residence, exposition
-    from weft.types import EngineStats, FinishReason, ModelInfo
+    from weft.types import FinishReason, ModelInfo
 
     class Source:
         model = ModelInfo(

@@ -20,6 +20,7 @@ from weft.backends.contract import (
     tokens_of,
     unknown_adapter,
 )
+from weft.engine_stats import EngineStats
 from weft.errors import ContextTooLong, InvalidRequest, ModelError, Overloaded, WeftError
 from weft.payloads import DeclaredInput, GivenTexts
 from weft.scheduler.block_pool import BlockPool
@@ -29,7 +30,6 @@ from weft.types import (
     ChunkSize,
     ControlMessage,
     Embed,
-    EngineStats,
     FinishReason,
     GenerateImage,
     GenerationRequest,

@@ -9,19 +9,10 @@ from msgspec.structs import replace
 
 from tests.api.scripted_engine import ScriptedEngine, ScriptedTokenizer
 from weft.backends.contract import Health, Stream, tokens_of
+from weft.engine_stats import EngineStats
 from weft.errors import Unavailable
 from weft.text.detokenizer import OutputText
-from weft.types import (
-    EngineStats,
-    Event,
-    FinishReason,
-    GenerationRequest,
-    Output,
-    Request,
-    Sample,
-    SamplingParams,
-    TokenLogprob,
-)
+from weft.types import Event, FinishReason, GenerationRequest, Output, Request, Sample, SamplingParams, TokenLogprob
 
 QUESTION = "Q: "
 TEXT = "The sea — 🌊 — is wide, and the wind is wild. END of it."

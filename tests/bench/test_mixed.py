@@ -31,8 +31,9 @@ from weft.bench.mixed import (
     run_mixed,
 )
 from weft.config import load
+from weft.engine_stats import EngineStats
 from weft.errors import ConfigError, EngineFault, InvalidRequest
-from weft.types import EngineStats, FinishReason, GenerateImage, GenerationRequest, Output
+from weft.types import FinishReason, GenerateImage, GenerationRequest, Output
 
 ALL_MODES = [
     "chats one at a time",

@@ -19,7 +19,8 @@ from msgspec import Struct
 
 from weft.engine.process import EngineProcess
 from weft.engine.wire import Abort, Channel, Ready, Shutdown, Start, StepOutput, Submit, ToEngine
-from weft.types import EngineStats, Event, FinishReason, ModelInfo, Request
+from weft.engine_stats import EngineStats
+from weft.types import Event, FinishReason, ModelInfo, Request
 
 MODULE = "tests.cluster.scripted"
 STEP_MS = "SCRIPTED_STEP_MS"

@@ -37,9 +37,10 @@ from weft.cluster.replica_link import (
 from weft.cluster.replica_server import MAX_UNAUTHENTICATED, ReplicaServer
 from weft.engine.client import EngineClient, engine_config
 from weft.engine.wire import MAX_FRAME_BYTES, Abort, StepOutput, Submit, ToEngine, frame
+from weft.engine_stats import EngineStats
 from weft.errors import ConfigError
 from weft.options import ClusterOptions, Config, EngineOptions
-from weft.types import EngineStats, Event, FinishReason, Request, SamplingParams
+from weft.types import Event, FinishReason, Request, SamplingParams
 
 KEY = b"k" * 32
 P = ParamSpec("P")

@@ -13,8 +13,9 @@ from weft.cluster.membership import ReplicaAddress, ReplicaState, ReplicaTable
 from weft.cluster.replica_pool import ReplicaPool
 from weft.engine.journal import Place
 from weft.engine.wire import StepOutput
+from weft.engine_stats import EngineStats
 from weft.options import Config, EngineOptions, SchedulerOptions
-from weft.types import EngineStats, Event, FinishReason
+from weft.types import Event, FinishReason
 
 
 class Told:

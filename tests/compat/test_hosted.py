@@ -21,10 +21,11 @@ from weft.checkpoint.adapter_files import adapter_paths
 from weft.compat import hosted
 from weft.compat.hosted import HostedEngine
 from weft.compat.keywords import SAMPLING_DEFAULTS
+from weft.engine_stats import MemoryLedger
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, OutOfMemory, Unavailable
 from weft.models_file import MEANINGLESS
 from weft.options import Config
-from weft.types import Adapter, FinishReason, MemoryLedger, Output, SamplingParams, Usage
+from weft.types import Adapter, FinishReason, Output, SamplingParams, Usage
 
 pytestmark = pytest.mark.usefixtures("no_weft_environment")
 

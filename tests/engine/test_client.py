@@ -17,7 +17,8 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.wire import Started, StepOutput, Submit, frame
-from weft.types import EngineStats, Event, FinishReason, Request, SamplingParams
+from weft.engine_stats import EngineStats
+from weft.types import Event, FinishReason, Request, SamplingParams
 
 FILES = ModelFiles(name="none", kind="gguf", path=Path("none.gguf"), weight_files=[])
 

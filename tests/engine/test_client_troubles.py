@@ -16,8 +16,9 @@ from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess
 from weft.engine.wire import Done, Heartbeat, StepOutput, frame
+from weft.engine_stats import EngineStats
 from weft.errors import EngineFault
-from weft.types import EngineStats, Event, FinishReason, ResetPrefixCache
+from weft.types import Event, FinishReason, ResetPrefixCache
 
 SILENT = "import signal, socket, sys; socket.socket(fileno=int(sys.argv[1])); signal.pause()"
 """It holds its end open, and never looks at it."""

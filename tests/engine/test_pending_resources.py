@@ -19,11 +19,12 @@ from tests.scheduler.simulation import SimulatedWorker, events_of, expected_outp
 from tests.waiting import PATIENCE, until
 from weft.engine.core import EngineCore
 from weft.engine.wire import StepOutput, Submit, Vocabulary
+from weft.engine_stats import EngineStats
 from weft.errors import InvalidRequest
 from weft.plan import StepPlan, StepResult
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import EngineStats, FinishReason, Request
+from weft.types import FinishReason, Request
 from weft.worker.runner import Deferred
 
 Call = tuple[str, int]

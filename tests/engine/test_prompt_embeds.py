@@ -28,6 +28,7 @@ from weft.config import load
 from weft.engine.client import EngineClient, check_tensor_capacity
 from weft.engine.process import EngineThread, LaunchedEngine, launch_engine
 from weft.engine.wire import StepOutput
+from weft.engine_stats import EngineStats
 from weft.errors import InvalidRequest, Overloaded
 from weft.hub.resolve import resolve
 from weft.options import SchedulerOptions
@@ -42,7 +43,7 @@ from weft.payloads import (
 )
 from weft.plan import KeptHiddenStates
 from weft.scheduler.scheduler import Scheduler
-from weft.types import EngineStats, Event, FinishReason, MixedPrompt, Request
+from weft.types import Event, FinishReason, MixedPrompt, Request
 from weft.worker.diffusion.denoiser import PromptEmbedsTable
 
 WIDTH = 96

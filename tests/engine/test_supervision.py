@@ -31,9 +31,10 @@ from weft.engine import client
 from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess, EngineThread, launch_engine
 from weft.engine.wire import FromEngine, Started, StepOutput
+from weft.engine_stats import EngineStats
 from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
 from weft.hub.resolve import resolve
-from weft.types import EngineStats, FinishReason, ImageParams, Output, SamplingParams
+from weft.types import FinishReason, ImageParams, Output, SamplingParams
 
 MAX_TOKENS = 30
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)

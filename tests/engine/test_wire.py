@@ -30,8 +30,9 @@ from weft.engine.wire import (
     receive_from,
     write_frame,
 )
+from weft.engine_stats import EngineStats
 from weft.payloads import PromptEmbeds
-from weft.types import EngineStats, Event, MixedPrompt, ResetPrefixCache, StartProfile
+from weft.types import Event, MixedPrompt, ResetPrefixCache, StartProfile
 
 MESSAGES: list[FromEngine] = [
     Heartbeat(0.5),

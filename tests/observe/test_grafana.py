@@ -16,7 +16,7 @@ from tests.api.http import COMPLETIONS, PROMPT, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api.app import build_app
 from weft.config import load
-from weft.types import EngineStats, ReplicaStats
+from weft.engine_stats import EngineStats, ReplicaStats
 
 FOLDER = Path(__file__).parents[2] / "docs" / "grafana"
 DASHBOARD = json.loads((FOLDER / "weft.json").read_text())

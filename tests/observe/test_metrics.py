@@ -11,9 +11,10 @@ from tests.api.http import COMPLETIONS, PROMPT, chat, request, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer, next_turn
 from weft.api.app import build_app
 from weft.config import load
+from weft.engine_stats import MemoryLedger
 from weft.errors import Overloaded
 from weft.observe.metrics import REPLICA_GAUGES, Histogram, Metrics, exposition
-from weft.types import FinishReason, MemoryLedger, Output
+from weft.types import FinishReason, Output
 
 CONTRACT = {
     "weft_num_requests_running": "gauge",

@@ -17,6 +17,7 @@ from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer, forever
 from tests.waiting import PATIENCE, until
 from weft.api.app import admission_app, build_app
 from weft.config import load
+from weft.engine_stats import EngineStats
 from weft.errors import InvalidRequest, Overloaded
 from weft.observe.metrics import Histogram, Metrics
 from weft.options import Config
@@ -25,16 +26,7 @@ from weft.serving import live
 from weft.serving.admission import Admission
 from weft.serving.live import LatencyWindow, Snapshot
 from weft.serving.timing import FREE, RequestTimer
-from weft.types import (
-    ControlMessage,
-    EngineStats,
-    FinishReason,
-    GenerationRequest,
-    ModelInfo,
-    Output,
-    Sample,
-    SamplingParams,
-)
+from weft.types import ControlMessage, FinishReason, GenerationRequest, ModelInfo, Output, Sample, SamplingParams
 
 TWO_KEYS = load({"api_key": ["first", "second"], "admin_key": ["root"]}, env={})
 ENDLESS = [Output(text="Hel", token_ids=[1, 2], queue_seconds=0.0), forever]

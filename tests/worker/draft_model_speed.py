@@ -19,9 +19,10 @@ from msgspec.structs import replace
 from tests.scheduler.simulation import events_of
 from weft.checkpoint.model_files import dummy_files
 from weft.engine.core import EngineCore
+from weft.engine_stats import EngineStats
 from weft.options import CacheOptions, Config, ModelOptions
 from weft.scheduler.scheduler import Scheduler
-from weft.types import EngineStats, Request, SamplingParams
+from weft.types import Request, SamplingParams
 from weft.worker.worker import Worker
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.scheduler.simulation import events_of
 from weft.checkpoint.model_files import ModelFiles
 from weft.engine.core import EngineCore
+from weft.engine_stats import EngineStats
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE
 from weft.model.dense import DenseModel
@@ -22,7 +23,7 @@ from weft.options import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.plan import Limits
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import EngineStats, FinishReason, LatentCheckpoint, Request, SamplingParams, TokenLogprob
+from weft.types import FinishReason, LatentCheckpoint, Request, SamplingParams, TokenLogprob
 from weft.worker import runner as runner_module
 from weft.worker.forward_step import Stepper
 from weft.worker.rows import RowTable

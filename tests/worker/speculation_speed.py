@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from tests.scheduler.simulation import events_of
 from weft.checkpoint.tokenizer_assets import text_assets
 from weft.engine.core import EngineCore
+from weft.engine_stats import EngineStats
 from weft.hub.resolve import resolve
 from weft.options import CacheOptions, Config, ModelOptions
 from weft.scheduler.scheduler import Scheduler
 from weft.text.tokenizer import Tokenizer
-from weft.types import EngineStats, Request, SamplingParams
+from weft.types import Request, SamplingParams
 from weft.worker.worker import Worker
 
 NAMES = (

@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from weft.engine_stats import MemoryLedger
 from weft.errors import OutOfMemory
 from weft.machine.memory import (
     GIB,
@@ -24,7 +25,6 @@ from weft.machine.memory import (
 )
 from weft.model.dense import DenseConfig
 from weft.options import CacheOptions
-from weft.types import MemoryLedger
 from weft.worker.graphs import graph_shapes
 from weft.worker.memory_profile import available_cpu_bytes, cache_shape, gpu_share, ledger_table, memory_usage
 from weft.worker.worker import _kv_cache

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from weft.engine_stats import EngineStats
 from weft.errors import EngineFault, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.options import ModelEntry
 from weft.text.parsers.pieces import Piece
@@ -18,7 +19,6 @@ from weft.types import (
     ControlMessage,
     Conversation,
     Embed,
-    EngineStats,
     FinishReason,
     GenerateImage,
     GenerationRequest,

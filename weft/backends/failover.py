@@ -18,13 +18,13 @@ from weft.backends.contract import Abilities, Engine, EngineText, Health, Stream
 from weft.backends.registry import EngineSpec
 from weft.backends.safe_loading import load_safely
 from weft.backends.starting import Load, chosen_engines, start_first
+from weft.engine_stats import EngineStats
 from weft.errors import EngineFault, Unavailable, WeftError
 from weft.options import Config
 from weft.text.detokenizer import OutputText
 from weft.types import (
     Adapter,
     ControlMessage,
-    EngineStats,
     Event,
     FinishReason,
     GenerateImage,

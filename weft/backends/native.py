@@ -20,6 +20,7 @@ from weft.engine.client import EngineClient
 from weft.engine.journal import Entry
 from weft.engine.process import LaunchedEngine, launch_engine
 from weft.engine.wire import PrefixDigests, ProcessControl, Vocabulary
+from weft.engine_stats import EngineStats
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, WeftError
 from weft.hub.resolve import find_model
 from weft.machine.devices import accelerator
@@ -34,7 +35,6 @@ from weft.types import (
     ChunkSize,
     ControlMessage,
     Embed,
-    EngineStats,
     Event,
     GenerateImage,
     GenerationRequest,

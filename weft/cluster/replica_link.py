@@ -33,9 +33,10 @@ from weft.engine.wire import (
     decoded,
     write_frame,
 )
+from weft.engine_stats import EngineStats
 from weft.errors import ConfigError
 from weft.options import ClusterOptions
-from weft.types import EngineStats, Event, ImageModelInfo, ModelInfo, Request
+from weft.types import Event, ImageModelInfo, ModelInfo, Request
 
 MAGIC = b"weft-cluster-1\n\0"
 NONCE_BYTES = 32

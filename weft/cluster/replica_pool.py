@@ -50,19 +50,11 @@ from weft.engine.wire import (
     Submit,
     Vocabulary,
 )
+from weft.engine_stats import COUNTERS, EngineStats, ReplicaStats
 from weft.errors import InvalidRequest, Unavailable
 from weft.options import Config
 from weft.scheduler.prefix_digests import prompt_digests, tokens_per_digest
-from weft.types import (
-    COUNTERS,
-    EngineStats,
-    Event,
-    FinishReason,
-    ModelInfo,
-    ReadBlocks,
-    ReplicaStats,
-    Request,
-)
+from weft.types import Event, FinishReason, ModelInfo, ReadBlocks, Request
 
 log = logging.getLogger(__name__)
 

@@ -28,13 +28,13 @@ from weft.backends.contract import (
 from weft.backends.rechunk import RechunkedStream, split_words
 from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_paths
 from weft.compat.base_engine import BaseEngine, InferMetrics
+from weft.engine_stats import EngineStats
 from weft.errors import InvalidRequest
 from weft.options import Config, settings
 from weft.types import (
     Adapter,
     ChunkSize,
     ControlMessage,
-    EngineStats,
     FinishReason,
     GenerationRequest,
     LoadLora,

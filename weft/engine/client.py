@@ -43,9 +43,10 @@ from weft.engine.wire import (
     Vocabulary,
     write_frame,
 )
+from weft.engine_stats import EngineStats
 from weft.errors import EngineFault, InvalidRequest, Overloaded, Unavailable, WeftError
 from weft.options import Config, SchedulerOptions, ServerOptions
-from weft.types import EngineStats, Event, FinishReason, ModelInfo, Request
+from weft.types import Event, FinishReason, ModelInfo, Request
 
 MOST = 2
 """The queue is full for every tenant at so many times its limit."""

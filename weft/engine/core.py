@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from weft.engine.pending_resources import PendingResources
 from weft.engine.wire import Vocabulary
+from weft.engine_stats import EngineStats
 from weft.errors import InvalidRequest
 from weft.machine.hardware import MemoryGauge
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import EngineStats, Event, FinishReason, Request, StepEvents
+from weft.types import Event, FinishReason, Request, StepEvents
 from weft.worker.runner import Deferred, Pending, Runner
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,9 @@ import msgspec
 from msgspec import Struct
 
 from weft.checkpoint.model_files import ModelFiles
+from weft.engine_stats import EngineStats
 from weft.options import Config
-from weft.types import EngineStats, Event, ModelInfo, ReadBlocks, Request, ResetPrefixCache, StartProfile, StopProfile
+from weft.types import Event, ModelInfo, ReadBlocks, Request, ResetPrefixCache, StartProfile, StopProfile
 
 MAX_FRAME_BYTES = 256 * 2**20
 LARGE_BYTES = 2**20

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from weft.engine_stats import MemoryLedger
 from weft.errors import ConfigError, OutOfMemory
 from weft.options import CacheOptions
-from weft.types import MemoryLedger
 
 MIB = 2**20
 GIB = 2**30

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from weft.checkpoint.adapter_files import MAX_RANK
 from weft.checkpoint.model_files import ModelFiles
+from weft.engine_stats import MemoryLedger
 from weft.errors import ConfigError, OutOfMemory
 from weft.machine.hardware import Machine
 from weft.machine.memory import (
@@ -48,7 +49,6 @@ from weft.machine.model_size import (
     size_of,
 )
 from weft.options import Config
-from weft.types import MemoryLedger
 
 Place = Literal["cpu", "cuda", "ascend"]
 

@@ -13,7 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from weft.types import EngineStats, FinishReason, ModelInfo, ReplicaStats
+from weft.engine_stats import EngineStats, ReplicaStats
+from weft.types import FinishReason, ModelInfo
 
 
 class Histogram:

@@ -14,6 +14,7 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
+from weft.engine_stats import EngineStats
 from weft.plan import Limits, PromptLogprobs, Row, RowAdmission, Sampled, StepPlan, StepResult
 from weft.scheduler import policy
 from weft.scheduler.block_pool import Block, BlockPool
@@ -26,7 +27,7 @@ from weft.scheduler.speculation import NO_DRAFT, Draft
 from weft.scheduler.step import Promised, Step, denoise_event, failure_event, token_event, vector_event
 from weft.scheduler.validate import check_request
 from weft.scheduler.waiting_queue import WaitingQueue
-from weft.types import EngineStats, Event, FinishReason, Request, StepEvents
+from weft.types import Event, FinishReason, Request, StepEvents
 
 NO_MEMORY = f"There is no memory for this request, even alone and in steps of {LEAST_TOKENS} tokens."
 

@@ -18,13 +18,14 @@ from itertools import islice
 import msgspec
 from msgspec import Struct
 
+from weft.engine_stats import EngineStats
 from weft.errors import Overloaded, WeftError
 from weft.observe.metrics import Histogram
 from weft.serving.model_pool import ModelPool
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel
 from weft.serving.timing import EndedRequests, Timeline
-from weft.types import EngineStats, ReadBlocks
+from weft.types import ReadBlocks
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from msgspec.structs import replace
 
+from weft.engine_stats import MemoryLedger
 from weft.errors import OutOfMemory
 from weft.kernels.kv_cache import zero_cache
 from weft.machine.hardware import read_memory, resident_bytes
@@ -17,7 +18,7 @@ from weft.machine.memory import GIB, DeviceMemory, Shape, safe_share
 from weft.model.dense import DenseModel
 from weft.options import CacheOptions
 from weft.plan import Denoise, DenoiseAdmission, ImageLimits, Limits, PlacedEmbeds, Row, RowAdmission, StepPlan
-from weft.types import MAX_LOGPROBS, ImageParams, MemoryLedger, SamplingParams
+from weft.types import MAX_LOGPROBS, ImageParams, SamplingParams
 from weft.worker.diffusion.denoiser import Denoiser
 from weft.worker.forward_step import Stepper
 from weft.worker.rows import RowTable

@@ -39,6 +39,7 @@ from weft.backends.openai_server.peer_stream import (
 from weft.backends.openai_server.requests import PeerRequest, PeerRequestWriter
 from weft.backends.openai_server.servers import Body, ServerKind, abilities_of
 from weft.backends.rechunk import RechunkedStream
+from weft.engine_stats import EngineStats
 from weft.errors import EngineFault, RequestTimeout, Unavailable
 from weft.text.detokenizer import OutputText
 from weft.types import (
@@ -47,7 +48,6 @@ from weft.types import (
     ControlMessage,
     Conversation,
     Embed,
-    EngineStats,
     FinishReason,
     GenerateImage,
     GenerationRequest,

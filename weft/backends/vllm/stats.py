@@ -8,10 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from weft.engine_stats import EngineStats, MemoryLedger
 from weft.machine.devices import cuda_devices
 from weft.machine.hardware import MemoryGauge, resident_bytes
 from weft.machine.planner import Plan
-from weft.types import EngineStats, MemoryLedger, ModelInfo
+from weft.types import ModelInfo
 
 
 def model_info(name: str, vllm_config: Any, device: str, plan: Plan, load_seconds: float) -> ModelInfo:
