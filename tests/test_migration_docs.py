@@ -186,7 +186,11 @@ def test_the_page_of_pypto_has_every_key_of_its_file() -> None:
 
 @functools.cache
 def functions_of(file: Path) -> set[str]:
-    return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
 
 
 def test_every_line_of_the_requirements_has_tests_that_are_there_and_commands_that_work() -> None:

@@ -12,7 +12,16 @@ import pytest
 
 import weft.scheduler
 
-GROUND = {"weft", "weft.types", "weft.plan", "weft.errors", "weft.config", "weft.options", "weft.payloads"}
+GROUND = {
+    "weft",
+    "weft.types",
+    "weft.engine_stats",
+    "weft.plan",
+    "weft.errors",
+    "weft.config",
+    "weft.options",
+    "weft.payloads",
+}
 MODULES = [
     "weft.scheduler",
     *(f"weft.scheduler.{module.name}" for module in pkgutil.iter_modules(weft.scheduler.__path__)),
