@@ -220,3 +220,23 @@ async def test_requests_of_one_session_go_to_one_replica() -> None:
                 if session:
                     pool.abort(str(number))
             assert len(where["a"]) == len(where["b"]) == 1 and len(where[""]) == 3
+
+
+@on_a_loop
+async def test_the_prompt_of_a_request_that_moved_waits_until_its_next_token() -> None:
+    """Of one that goes on an engine sends plain tokens, and no event that is its first."""
+    told = Told()
+    async with served() as one, served() as two:
+        told.tell((one, "ready"))
+        async with pool_of(told) as pool:
+            entry = pool.submit(request("a"))
+            await one.submitted()
+            await hand_out(one, {"a": 1})
+            await until(lambda: len(entry.delivered) == 1)
+            told.tell((one, "dead"), (two, "ready"))
+            name = (await two.submitted()).request_id
+            replica, route = pool._where["a"]
+            assert pool._router._replicas[replica.id].open[route].waits
+            await asyncio.to_thread(two.engine.send, StepOutput({name: 2}, [], EngineStats()))
+            await until(lambda: len(entry.delivered) == 2)
+            assert not pool._router._replicas[replica.id].open[route].waits

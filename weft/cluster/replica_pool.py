@@ -128,6 +128,8 @@ class ReplicaPool:
         """The replica of every request that is not held."""
         self._pinned: dict[str, str] = {}
         """The replica that a held request is for, and no other."""
+        self._resumed: set[str] = set()
+        """Requests that went to another replica with tokens, and have brought nothing there yet."""
         self._held_since: dict[str, float] = {}
         self._known_keys: dict[str, Sequence[bytes]] = {}
         """The prefix keys of requests that were taken back: where many move at once, none are computed again."""
@@ -296,6 +298,8 @@ class ReplicaPool:
         replica.entries[entry.id] = entry
         replica.trial = entry.id if entry.deaths >= TRIAL_DEATHS else replica.trial
         self._router.submitted(name, route)
+        if request.output_token_ids:
+            self._resumed.add(entry.id)
         return True
 
     def _route(self, entry: Entry) -> RouteRequest:
@@ -334,6 +338,7 @@ class ReplicaPool:
         self._held_since.pop(request_id, None)
         self._known_keys.pop(request_id, None)
         self._pinned.pop(request_id, None)
+        self._resumed.discard(request_id)
         placed = self._where.pop(request_id, None)
         if placed is not None:
             replica, route = placed
@@ -513,18 +518,26 @@ class ReplicaPool:
 
     def _deliver(self, tokens: dict[str, int], events: list[Event]) -> None:
         self._journal.record_tokens(tokens)
+        if self._resumed:
+            for entry_id in self._resumed & tokens.keys():
+                self._began(entry_id)
         for event in events:
             entry_id = event.request_id
             if event.finish is not None:
                 self._forget(entry_id)
-            elif event.cached_tokens is not None and entry_id in self._where:
-                # A request's first event at a replica is never a plain token. An image counts until it ends.
-                replica, route = self._where[entry_id]
-                if not route.is_image:
-                    self._router.began(replica.id, route)
+            elif event.cached_tokens is not None or entry_id in self._resumed:
+                self._began(entry_id)
             self._journal.record(event)
         if self._journal.held:
             self._dispatch()
+
+    def _began(self, entry_id: str) -> None:
+        """Take in that a request has brought something where it is. An image counts until it ends."""
+        self._resumed.discard(entry_id)
+        if entry_id in self._where:
+            replica, route = self._where[entry_id]
+            if not route.is_image:
+                self._router.began(replica.id, route)
 
     async def _watch(self) -> None:
         """Give up replicas that are silent, and requests that no replica took in time. A tick that comes late itself
