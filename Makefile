@@ -51,8 +51,8 @@ LLAMA_SERVER ?=
 CLIENTS ?= build/clients
 OPEN_RESPONSES ?=
 ADVISORIES ?= build/advisories
-# On three workers, since tests wait as well; a file for one of them: what it starts is started once. The longest come first.
-PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# On two workers, a file for one of them: what it starts is started once. The longest files come first.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release page screenshots docs lint-deploy first-token proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-clients show-agents show-ray show-llamacpp-tests show-open-responses show-remote-peers clean
 .DEFAULT_GOAL := serve

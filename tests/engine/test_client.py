@@ -79,6 +79,24 @@ def test_a_listener_hears_of_every_arrival() -> None:
     asyncio.run(scenario())
 
 
+def test_a_client_that_is_closed_while_a_dead_engine_is_reaped_leaves_nothing_of_it() -> None:
+    async def scenario() -> None:
+        may_be_reaped = threading.Event()
+        launch = StandIns(partial(StandIn, may_be_reaped))
+        client = EngineClient(load(env={}), FILES, launch)
+        await client.start()
+        launch.launched[0].kill()
+        await until(lambda: client.state == "restarting")
+        closing = asyncio.create_task(client.close())
+        await until(lambda: client.state == "closed")
+        assert not closing.done()
+        may_be_reaped.set()
+        await closing
+        assert launch.launched[0]._theirs.fileno() == -1
+
+    asyncio.run(scenario())
+
+
 def test_requests_that_come_while_a_dead_engine_is_reaped_are_served_by_the_next() -> None:
     async def scenario() -> None:
         may_be_reaped = threading.Event()

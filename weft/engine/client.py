@@ -471,10 +471,12 @@ class EngineClient:
     async def _reap(self, connection: _Connection) -> str:
         """Make sure that an engine process is gone, and return how it ended."""
         connection.transport.close()
+        waiting = asyncio.create_task(asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS))
         try:
-            end = await asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS)
+            end = await asyncio.shield(waiting)
         except asyncio.CancelledError:
             connection.engine.kill()
+            await asyncio.wait({waiting})
             raise
         if end is not None:
             return end
