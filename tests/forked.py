@@ -8,7 +8,6 @@ Here it is a fork of a process that has imported both, which is itself a fork of
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import io
 import os
@@ -31,7 +30,8 @@ from msgspec import Struct
 
 from tests.waiting import PATIENCE, wait_until
 from weft.engine import fork_server
-from weft.engine.fork_server import PR_SET_NAME, ForkCommand, ForkServer, shared_fork_server
+from weft.engine.child_process import name_process
+from weft.engine.fork_server import ForkCommand, ForkServer, shared_fork_server
 from weft.engine.process import engine_environment
 
 WEFT = "weft.__main__"
@@ -197,7 +197,7 @@ def _front_end() -> _FrontEnd:
 
 def main() -> None:
     what, number = sys.argv[1:]
-    ctypes.CDLL(None).prctl(PR_SET_NAME, b"weft-test-fork")
+    name_process(b"weft-test-fork")
     with socket.socket(fileno=int(number)) as sock:
         data, fds, _, _ = socket.recv_fds(sock, MAX_BYTES, 2)
     if what == "serve":

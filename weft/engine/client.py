@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 import weft.errors
 from weft.checkpoint.model_files import ModelFiles
-from weft.engine.fork_server import OUTSIDE_ENDS, is_stopped, num_oom_kills
+from weft.engine.child_process import OUTSIDE_ENDS, is_stopped, num_oom_kills
 from weft.engine.journal import Entry, Journal, Place, Queued, Waiting, queued_tokens
 from weft.engine.process import LaunchedEngine, launch_engine
 from weft.engine.wire import (

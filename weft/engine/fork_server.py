@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import os
-import re
 import select
 import signal
 import socket
@@ -31,7 +29,8 @@ from types import ModuleType
 import msgspec
 from msgspec import Struct
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+from weft.engine.child_process import end_with_parent, exit_text, name_process
+
 ENGINE_NAME = b"weft-engine"
 """The name of a forked engine in `ps -o comm` and `top`: its command line is the server's."""
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -145,37 +144,6 @@ class ForkedEngine:
             self._end = exit_text(int(said)) if said else "ended with its fork server"
             self._control.close()
         return True
-
-
-def end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def exit_text(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-OUTSIDE_ENDS = frozenset(exit_text(-number) for number in (signal.SIGKILL, signal.SIGTERM))
-"""The ends of processes that others ended: one that fails by itself ends with another signal, or with a code."""
-
-
-def num_oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of memory so far; 0 where it does not tell."""
-    try:
-        told = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(told[1]) if told else 0
-
-
-def is_stopped(pid: int | None) -> bool:
-    """Return whether a process was stopped by a signal, as nothing that it computes can do."""
-    try:
-        # Its name, in brackets before the state, may hold anything.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
 
 
 _shared: ForkServer | None = None
@@ -381,7 +349,7 @@ def _run(command: ForkCommand, engine: int, streams: list[int], server_pid: int)
         end_with_parent()
         if os.getppid() != server_pid:
             os._exit(1)  # the server ended before it could be noticed
-        ctypes.CDLL(None).prctl(PR_SET_NAME, ENGINE_NAME)
+        name_process(ENGINE_NAME)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number, fd in enumerate(streams, start=1):
             os.dup2(fd, number)

@@ -19,7 +19,8 @@ from typing import Protocol
 from weft import logs, switches
 from weft.compile_cache import CPU, compile_cache_environment
 from weft.compile_cache import VARIABLE as COMPILE_CACHE
-from weft.engine.fork_server import ForkCommand, end_with_parent, exit_text, shared_fork_server
+from weft.engine.child_process import end_with_parent, exit_text
+from weft.engine.fork_server import ForkCommand, shared_fork_server
 from weft.engine.wire import Channel, Failed, Start
 from weft.errors import WeftError
 from weft.machine.memory import as_out_of_memory

@@ -7,7 +7,6 @@ and the api process replaces all of it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import select
@@ -22,12 +21,12 @@ import msgspec
 from msgspec.structs import replace
 
 import weft.errors
-from weft.engine.fork_server import (
+from weft.engine.child_process import (
     OUTSIDE_ENDS,
-    PR_SET_NAME,
     end_with_parent,
     exit_text,
     is_stopped,
+    name_process,
     num_oom_kills,
 )
 from weft.engine.plan_broadcast import PlanReader, PlanWriter
@@ -77,7 +76,7 @@ def _be_a_rank(run: RunRank, sock: socket.socket, not_its_own: list[int], parent
     code = 1
     try:
         end_with_parent()
-        ctypes.CDLL(None).prctl(PR_SET_NAME, RANK_NAME)
+        name_process(RANK_NAME)
         for fd in not_its_own:
             os.close(fd)
         if os.getppid() == parent:
