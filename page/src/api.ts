@@ -127,7 +127,19 @@ export const version = signal("");
 /** Why the server's models are not known; empty: they are, or are being asked for. */
 export const serverTrouble = signal("");
 
-export async function loadModels(): Promise<void> {
+let asked: Promise<void> | undefined;
+
+/** Waits until the server has told its models, or why it does not. */
+export async function modelsAsked(): Promise<void> {
+  await (asked ?? loadModels());
+}
+
+export function loadModels(): Promise<void> {
+  asked = askForModels();
+  return asked;
+}
+
+async function askForModels(): Promise<void> {
   try {
     models.value = (await getJson<{ data: ModelCard[] }>("v1/models")).data;
     serverTrouble.value = "";

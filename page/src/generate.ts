@@ -1,6 +1,6 @@
 /** Answers: the request of a lane, its stream, and the tools that the page runs itself. */
 import { signal } from "@preact/signals";
-import { ApiError, chatModels, post } from "./api";
+import { ApiError, chatModels, modelsAsked, post } from "./api";
 import {
   add,
   conversation,
@@ -177,6 +177,8 @@ class Draft {
 
 /** Writes an answer behind a lane's head; with tools, as many as it takes. */
 export async function answer(id: string, lane: number, parent: string, round = 0): Promise<void> {
+  // Who is quicker than the server's list of models is answered by the first of it, too.
+  if (!chatModels().length) await modelsAsked();
   const item = conversation(id)?.peek();
   const settings = item?.lanes[lane]?.settings;
   if (!item || !settings) return;

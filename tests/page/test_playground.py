@@ -21,7 +21,7 @@ from weft.api.app import build_app
 from weft.config import load
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Locator, Page, Route
 
 OpenPage = Callable[..., "Page"]
 
@@ -83,6 +83,17 @@ def test_a_chat_turn_streams_and_tells_its_timings(open_page: OpenPage) -> None:
     page.reload()
     answers(page).nth(1).wait_for()
     assert answers(page).count() == 2
+
+
+def test_a_message_is_answered_that_is_sent_before_the_models_are_known(open_page: OpenPage) -> None:
+    page = open_page(params={"max_tokens": 4})
+    held: list[Route] = []
+    page.route("**/v1/models", lambda route: held.append(route))
+    page.reload()
+    say(page, "Hi")
+    page.get_by_role("article", name="Your message").wait_for()
+    held[0].continue_()
+    assert not wait_for_answer(page).get_by_role("alert").count()
 
 
 @pytest.mark.parametrize("by", ["button", "key"])
