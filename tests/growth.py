@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -21,9 +22,18 @@ def check_linear(prepare: Callable[[int], T], work: Callable[[T], object], size:
     """The check fails where the CPU time of `work` grows faster than its input, which `prepare` makes of a size.
 
     `work` runs again and again with the same input, and must leave it as it is. Choose a size at which a part that is
-    not linear would take most of the time. Of a few tries the least times count: a busy machine disturbs some.
+    not linear would take most of the time. Of a few tries the least times count: a busy machine disturbs some. The
+    garbage collector is off meanwhile: it walks the objects of all tests before, and more often for the large input.
     """
     small, large = prepare(size), prepare(FACTOR * size)
+    gc.disable()
+    try:
+        _check_growth(work, small, large)
+    finally:
+        gc.enable()
+
+
+def _check_growth(work: Callable[[T], object], small: T, large: T) -> None:
     small_s = large_s = math.inf
     ratios: list[float] = []
     for _ in range(NUM_TRIES):
