@@ -25,6 +25,7 @@ that commands talk to, and the one by which tests let ranks share a GPU."""
 
 MAX_BYTES = 1 << 20
 RENAMED_SECTIONS = {"fleet": "model_pool"}
+"""Sections that older files have under other names."""
 MAX_DEPTH = 4
 """Keys of a file of settings are not looked for deeper."""
 

@@ -1,4 +1,4 @@
-"""What an engine tells of itself: counters and gauges of its process, and where its device's memory goes."""
+"""An engine reports counters and gauges of its process, and where its device's memory goes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ COUNTERS = (
 
 
 class MemoryLedger(Struct, frozen=True, kw_only=True):
-    """Where a device's memory goes, in bytes."""
+    """The ledger says where a device's memory goes, in bytes."""
 
     total: int = 0
     """Bytes of the device; on CPU those that were free before the model was loaded."""

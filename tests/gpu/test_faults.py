@@ -15,21 +15,19 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests import tiny_models
+from tests.gpu.client_requests import end_of, requests
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine.client import EngineClient
-from weft.engine.journal import Entry
 from weft.engine.process import LaunchedEngine, launch_engine
 from weft.hub.resolve import resolve
-from weft.types import Event, FinishReason, Request, SamplingParams
+from weft.types import FinishReason
 
 pytestmark = pytest.mark.gpu
 
 CONFIG = load(
     {"device": "cuda", "dtype": "float32", "max_model_len": 256, "num_blocks": 256, "max_num_seqs": 12}, env={}
 )
-SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
-PROMPTS = [[5, 9, 200, 31], list(range(3, 60)), [7] * 33, [250, 1, 17, 99, 4] * 9]
 NUM_TOKENS = 60
 
 
@@ -41,31 +39,6 @@ class Served:
         self.finishes = finishes
         self.restarts = client.restarts
         self.preemptions = client.stats().preemptions
-
-
-def requests() -> list[Request]:
-    return [
-        Request(
-            request_id=f"{kind}{i}",
-            prompt_token_ids=prompt,
-            params=SamplingParams(max_tokens=NUM_TOKENS, **params),
-        )
-        for i, prompt in enumerate(PROMPTS)
-        for kind, params in (("greedy", {"temperature": 0.0, "seed": 0}), ("seeded", SEEDED))
-    ]
-
-
-async def end_of(entry: Entry) -> Event:
-    ended: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
-
-    def take() -> None:
-        for arrival in entry.take():
-            if isinstance(arrival, Event) and arrival.finish is not None:
-                ended.set_result(arrival)
-
-    entry.listener = take
-    take()
-    return await ended
 
 
 def is_alive(pid: int) -> bool:
@@ -83,7 +56,7 @@ def serve(files: ModelFiles, launch: Callable[[], LaunchedEngine]) -> Served:
         try:
             first_pid = client.engine_pid
             assert first_pid is not None
-            entries = [client.submit(request) for request in requests()]
+            entries = [client.submit(request) for request in requests("run", NUM_TOKENS)]
             async with asyncio.timeout(200):
                 ends = [await end_of(entry) for entry in entries]
             assert (client.engine_pid == first_pid) == (client.restarts == 0) == is_alive(first_pid)

@@ -19,51 +19,22 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests import tiny_models
+from tests.gpu.client_requests import PROMPTS, end_of, requests
 from tests.processes import descendants
 from tests.tiny_adapters import save_adapter
 from tests.waiting import until
 from weft.config import load
 from weft.engine.client import EngineClient
-from weft.engine.journal import Entry
 from weft.hub.resolve import resolve
 from weft.switches import SHARED_GPU, without
-from weft.types import Adapter, Event, FinishReason, Request, SamplingParams
+from weft.types import Adapter, FinishReason, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
-
-PROMPTS = [[5, 9, 200, 31], list(range(3, 60)), [7] * 33, [250, 1, 17, 99, 4] * 9]
-SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
 
 
 @pytest.fixture(autouse=True)
 def _shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED_GPU, "1")
-
-
-def requests(run: str, num_tokens: int = 24, adapter: Adapter | None = None) -> list[Request]:
-    return [
-        Request(
-            request_id=f"{run} {kind} {i}",
-            prompt_token_ids=prompt,
-            params=SamplingParams(max_tokens=num_tokens, **params),
-            adapter=adapter,
-        )
-        for i, prompt in enumerate(PROMPTS)
-        for kind, params in (("greedy", {"temperature": 0.0, "seed": 0}), ("seeded", SEEDED))
-    ]
-
-
-async def end_of(entry: Entry) -> Event:
-    ended: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
-
-    def take() -> None:
-        for arrival in entry.take():
-            if isinstance(arrival, Event) and arrival.finish is not None:
-                ended.set_result(arrival)
-
-    entry.listener = take
-    take()
-    return await ended
 
 
 async def tokens_of(client: EngineClient, asked: list[Request]) -> list[list[int]]:

@@ -90,7 +90,7 @@ class _Replica:
 
     @property
     def state(self) -> str:
-        """connecting, or as the table or the replica itself says."""
+        """The state is connecting until the replica has told its own; the table may say that it drains."""
         if self.link is None or self.status is None:
             return "connecting"
         return "draining" if self.address.state == "draining" else self.status.state

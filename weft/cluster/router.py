@@ -48,7 +48,7 @@ SESSION_TOKENS = 256
 ADAPTER_TOKENS = 2048
 """A replica that must first read the request's adapter counts as one where so many tokens more wait."""
 MAX_TENANTS = 32
-"""Of so many tenants that wait at a replica the share is looked at; of others all tokens count."""
+"""A request waits for a share of so many other tenants' tokens at a replica; of further tenants all tokens count."""
 BUCKET_TOKENS = 64
 BUCKET_RATIO = 1.125
 """Loads are of one bucket up to BUCKET_TOKENS, or up to this ratio where that is more."""

@@ -260,7 +260,7 @@ class EngineClient:
 
     @property
     def gauges(self) -> EngineStats:
-        """What the living engine process said last, of itself alone."""
+        """The figures that the living engine process sent last; they know nothing of earlier processes."""
         return EngineStats() if self._connection is None else self._connection.stats
 
     def stats(self) -> EngineStats:

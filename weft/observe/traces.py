@@ -61,7 +61,7 @@ class RequestSpan:
 
     @property
     def trace(self) -> TraceContext | None:
-        """What goes with the request to where its tokens are made; None where it is not sampled."""
+        """The context that the request carries to its replica; None where it is not sampled."""
         context = self.span.get_span_context()
         if not context.trace_flags.sampled:
             return None

@@ -418,6 +418,7 @@ def test_an_effort_goes_to_the_template() -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"prompt_cache_key": "k" * 1025}, "prompt_cache_key"),
         ({"tools": [PATCH | {"parameters": {}}]}, "tools[0].parameters"),
         ({"tools": [PATCH | {"format": {"type": "grammar"}}]}, "tools[0].format"),
         ({"tools": [TOOLS[0] | {"format": LARK}]}, "tools[0].format"),

@@ -27,13 +27,7 @@ from weft.options import GrpcOptions
 from weft.payloads import MAX_DIMENSIONS, PromptEmbeds, check_count
 from weft.serving.admission import RequestContext
 from weft.serving.generation import Generation
-from weft.serving.request import (
-    FieldReport,
-    PromptPart,
-    check_embeds_taken,
-    mixed_prompt,
-    requests_like,
-)
+from weft.serving.request import FieldReport, PromptPart, check_embeds_taken, mixed_prompt, requests_like
 from weft.serving.served_model import ServedModel
 from weft.types import GenerationRequest, Output, Prompt, Sample, SamplingDefaults, SamplingParams, check_cache_salt
 

@@ -45,9 +45,9 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that is refused for the first of its items that is wrong: to tell of all would take longer than to read it."""
 Pairs = Annotated[dict[str, T], at_most(MAX_PAIRS, "entries")]
 Name = Annotated[str, at_most(1024, "characters")]
-SESSION = "Of several replicas, requests of one session are sent to the same one while that costs little."
 """A name that errors or the answer repeat."""
 Metadata = Pairs[Annotated[str, at_most(4096, "characters")]]
+SESSION = "Of several replicas, requests of one session are sent to the same one while that costs little."
 
 
 def content_text(value: object, info: ValidationInfo) -> str | list[str | EmbedsPart]:

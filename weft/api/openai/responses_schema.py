@@ -363,7 +363,7 @@ class ResponsesRequest(Fields):
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: a prompt that is too long loses its beginning."
     )
-    prompt_cache_key: str | None = Field(None, description=SESSION)
+    prompt_cache_key: Name | None = Field(None, description=f"{SESSION} Given back with the answer.")
     metadata: Metadata = Field({}, description="Given back with the answer.")
     user: Name | None = Field(None, description="Given back with the answer.")
 
