@@ -15,7 +15,7 @@ from tests.waiting import PATIENCE, wait_until
 CHAT: dict[str, Any] = {
     "model": NAME,
     "messages": [{"role": "user", "content": "Weave a row."}],
-    "max_tokens": 300,
+    "max_tokens": 200,
     "temperature": 1.0,
     "seed": 11,
     "logprobs": True,

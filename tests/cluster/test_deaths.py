@@ -22,7 +22,8 @@ NUM_STREAMS = 4
 
 
 class Two(ExitStack):
-    """Two replicas behind networks that can be cut, and an edge; tests leave what they killed to the next one."""
+    """Two replicas behind networks that can be cut, and an edge; tests leave what they killed to the next one, and are
+    in an order in which few are started."""
 
     def __init__(self, model: Path, key: Path) -> None:
         super().__init__()
@@ -33,19 +34,25 @@ class Two(ExitStack):
         self._flags = [PATIENT, PATIENT]
         self.edge = self.new_edge(*PATIENT, "--replica-wait-s", "300")
 
-    def new_edge(self, *flags: str) -> Edge:
+    def new_edge(self, *flags: str, num_connected: int = 2) -> Edge:
         edge = Edge(self._model, self._key, [proxy.address for proxy in self.proxies], *flags)
         self.enter_context(edge)
-        edge.wait_connected(2)
+        edge.wait_connected(num_connected)
         return edge
 
-    def with_replicas(self, *flags: tuple[str, ...]) -> None:
-        """Have two replicas with these flags: those that were killed, or have others, are started anew."""
-        for number, asked in enumerate(flags):
-            if self._flags[number] != asked and self.replicas[number].process.poll() is None:
-                self.replicas[number].kill()
-            if self.replicas[number].process.poll() is not None:
-                self.start(number, *asked)
+    def with_first(self, *flags: str) -> None:
+        """Have two replicas, of which the first has these flags."""
+        if self._flags[0] != flags and self.replicas[0].process.poll() is None:
+            self.replicas[0].kill()
+        if self.replicas[0].process.poll() is not None:
+            self.start(0, *flags)
+        self.mend()
+
+    def mend(self) -> None:
+        """Have two replicas: those that were killed are started anew."""
+        for number, replica in enumerate(self.replicas):
+            if replica.process.poll() is not None:
+                self.start(number, *PATIENT)
         self.edge.wait_connected(2)
 
     def start(self, number: int, *flags: str) -> None:
@@ -81,15 +88,8 @@ def brief(shared: Two) -> Edge:
 
 @pytest.fixture
 def both(shared: Two) -> Two:
-    shared.with_replicas(PATIENT, PATIENT)
+    shared.mend()
     return shared
-
-
-def test_a_replica_is_killed(both: Two, expected: Answer) -> None:
-    before, streams = num_moved(both.edge), both.streams()
-    both.replicas[0].kill()
-    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
-    wait_until(lambda: num_moved(both.edge) > before, "moved requests in the log")
 
 
 def test_an_engine_is_killed(both: Two, expected: Answer) -> None:
@@ -102,9 +102,16 @@ def test_an_engine_is_killed(both: Two, expected: Answer) -> None:
     wait_until(lambda: both.edge.metric("weft_engine_restarts_total") == restarts + 2, "both restarts")
 
 
+def test_a_replica_is_killed(both: Two, expected: Answer) -> None:
+    before, streams = num_moved(both.edge), both.streams()
+    both.replicas[0].kill()
+    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+    wait_until(lambda: num_moved(both.edge) > before, "moved requests in the log")
+
+
 def test_an_engine_is_given_up(shared: Two, expected: Answer) -> None:
     """A replica that has no engine any more ends, and tells no client of it."""
-    shared.with_replicas((*PATIENT, "--max-restarts", "0"), PATIENT)
+    shared.with_first(*PATIENT, "--max-restarts", "0")
     before, streams = num_moved(shared.edge), shared.streams()
     os.kill(shared.replicas[0].engine_pid, signal.SIGKILL)
     assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
@@ -113,7 +120,7 @@ def test_an_engine_is_given_up(shared: Two, expected: Answer) -> None:
 
 
 def test_an_engine_hangs(shared: Two, expected: Answer) -> None:
-    shared.with_replicas((*BRIEF,), PATIENT)
+    shared.with_first(*BRIEF)
     streams = shared.streams()
     os.kill(shared.replicas[0].engine_pid, signal.SIGSTOP)
     assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
@@ -142,35 +149,6 @@ def test_the_network_is_cut(both: Two, brief: Edge, expected: Answer, cut: str) 
     brief.wait_connected(2)
 
 
-def test_one_after_the_other_dies(both: Two, expected: Answer) -> None:
-    """A request that was moved is moved again, with the tokens of both replicas before; engines die in between, and
-    at last it waits for a replica."""
-    stream = both.stream().wait_for(5)
-    both.replicas[0].kill()
-    stream.wait_for(60)
-    os.kill(both.replicas[1].engine_pid, signal.SIGKILL)
-    stream.wait_for(120)
-    both.start(0, *PATIENT)
-    both.edge.wait_connected(2)
-    both.replicas[1].kill()
-    stream.wait_for(180)
-    both.replicas[0].kill()
-    both.edge.wait_connected(0)
-    both.start(1, *PATIENT)
-    assert stream.answer() == expected
-
-
-def test_without_a_replica_requests_are_refused_in_time(both: Two) -> None:
-    edge = both.new_edge(*PATIENT, "--replica-wait-s", "1")
-    for replica in both.replicas:
-        replica.kill()
-    edge.wait_connected(0)
-    response = httpx.post(edge.url + "/v1/chat/completions", json=CHAT, timeout=PATIENCE)
-    assert response.status_code == 503, response.text
-    assert int(response.headers["retry-after"]) > 0
-    assert edge.get("/health").status_code == 503
-
-
 def test_a_drained_replica_finishes_its_requests(both: Two, expected: Answer) -> None:
     before, streams = num_moved(both.edge), both.streams()
     both.replicas[0].process.send_signal(signal.SIGTERM)
@@ -178,3 +156,33 @@ def test_a_drained_replica_finishes_its_requests(both: Two, expected: Answer) ->
     assert [stream.answer() for stream in streams] == [expected] * (NUM_STREAMS + 2)
     assert both.replicas[0].process.wait(PATIENCE) == 0
     assert num_moved(both.edge) == before
+
+
+def test_one_after_the_other_dies(both: Two, expected: Answer) -> None:
+    """A request that was moved is moved again, with the tokens of both replicas before; engines die in between, and
+    at last it waits for a replica."""
+    stream = both.stream().wait_for(5)
+    both.replicas[0].kill()
+    stream.wait_for(40)
+    os.kill(both.replicas[1].engine_pid, signal.SIGKILL)
+    stream.wait_for(80)
+    both.start(0, *PATIENT)
+    both.edge.wait_connected(2)
+    both.replicas[1].kill()
+    stream.wait_for(120)
+    both.replicas[0].kill()
+    both.edge.wait_connected(0)
+    both.start(1, *PATIENT)
+    assert stream.answer() == expected
+
+
+def test_without_a_replica_requests_are_refused_in_time(shared: Two) -> None:
+    alive = [replica for replica in shared.replicas if replica.process.poll() is None]
+    edge = shared.new_edge(*PATIENT, "--replica-wait-s", "0.3", num_connected=len(alive))
+    for replica in alive:
+        replica.kill()
+    edge.wait_connected(0)
+    response = httpx.post(edge.url + "/v1/chat/completions", json=CHAT, timeout=PATIENCE)
+    assert response.status_code == 503, response.text
+    assert int(response.headers["retry-after"]) > 0
+    assert edge.get("/health").status_code == 503

@@ -212,7 +212,7 @@ def test_a_full_replica_refuses_and_the_edge_waits(long_model: Path, cluster_key
 
 def test_an_image_goes_on_from_its_checkpoint(edge: Edge, replicas: list[Replica], single: TinyServer) -> None:
     """The last of these tests: it leaves one replica alone."""
-    path, body = "/v1/images/generations", {"prompt": "a row", "seed": 4, "num_inference_steps": 600}
+    path, body = "/v1/images/generations", {"prompt": "a row", "seed": 4, "num_inference_steps": 300}
     expected = stable(post(single.url, path, body))
 
     def kill_the_first() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.server import Server
 from tests.e2e.tiny_server import NAME, TinyServer
-from tests.processes import descendants
+from tests.processes import descendants, runs
 from tests.waiting import PATIENCE, wait_until
 from weft.checkpoint.model_files import ModelFiles
 
@@ -79,7 +79,7 @@ def test_streams_survive_the_death_of_the_engine(locked: Server) -> None:
 def test_streams_survive_the_death_of_a_rank(long_model: Path) -> None:
     """One of two processes that hold the model together: the engine ends with it, and is replaced whole."""
     asked = {"model": NAME, "ignore_eos": True}
-    bodies = [chat("the sea", 100, **asked), chat("owls", 100, **asked, temperature=1, seed=6)]
+    bodies = [chat("the sea", 60, **asked), chat("owls", 60, **asked, temperature=1, seed=6)]
 
     async def scenario(server: TinyServer) -> None:
         async with connect(server) as client:
@@ -182,5 +182,5 @@ def test_given_up_it_ends_with_1_and_leaves_nothing_running(tiny_model: Path) ->
         children = server.children()
         os.kill(server.first_engine, signal.SIGKILL)
         assert server.process.wait(PATIENCE) == 1
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "the end of all")
+        wait_until(lambda: not any(map(runs, children)), "the end of all")
     assert "--keep-serving-without-engine" in "".join(server.log)

@@ -199,45 +199,10 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_no_keys(monkeypatch
     assert engine_environment()["PATH"] == os.environ["PATH"]
 
 
-DEFERS = """
-import sys
-from types import ModuleType
-from weft.engine.fork_server import DEFERRED, DeferredImports
-
-DeferredImports().import_torch()
-import weft.engine.loop
-import torch
-
-def is_deferred(name):
-    return type(sys.modules[name]) is not ModuleType
-
-found = DEFERRED & sys.modules.keys()
-assert "torch._meta_registrations" in found and all(map(is_deferred, found)), found
-assert torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)).sum() == 24
-"""
-ONE_BY_ONE = """
-import torch.distributions.normal
-from torch.distributions import Normal
-assert Normal is torch.distributions.normal.Normal is sys.modules["torch.distributions.normal"].Normal
-assert torch.distributions.normal.__spec__.origin and not is_deferred("torch.distributions")
-assert is_deferred("torch.masked") and is_deferred("torch._meta_registrations")
-assert torch.export.Dim and not is_deferred("torch.export")
-import torch.export.exported_program
-assert torch.export.ExportedProgram is torch.export.exported_program.ExportedProgram
-try:
-    torch.distributions.no_such_name
-except AttributeError as error:
-    assert "torch.distributions" in str(error)
-"""
-ALL_AT_ONCE = """
-compiled = torch.compile(lambda x: torch.abs(x) * 2, backend="eager")
-assert compiled(torch.ones(3)).sum() == 6
-assert not any(map(is_deferred, found)), found
-assert torch.abs(torch.ones(3, device="meta")).shape == (3,)
-"""
-
-
-@pytest.mark.parametrize("used", [ONE_BY_ONE, ALL_AT_ONCE])
-def test_modules_of_torch_that_no_engine_uses_are_imported_when_they_are_used(used: str) -> None:
-    done = subprocess.run([sys.executable, "-c", DEFERS + used], stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("how", ["one by one", "all at once"])
+def test_modules_of_torch_that_no_engine_uses_are_imported_when_they_are_used(
+    how: str, lasting: ForkServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = lasting.fork(ForkCommand("tests.engine.deferred_modules", (how,)))
+    with engine.socket:
+        assert engine.wait(PATIENCE) == "exit code 0", capfd.readouterr().err

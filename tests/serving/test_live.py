@@ -32,6 +32,12 @@ TWO_KEYS = load({"api_key": ["first", "second"], "admin_key": ["root"]}, env={})
 ENDLESS = [Output(text="Hel", token_ids=[1, 2], queue_seconds=0.0), forever]
 
 
+@pytest.fixture(autouse=True)
+def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests count snapshots, and not how far apart they are."""
+    monkeypatch.setattr(live, "TICK_S", 0.01)
+
+
 def run(scenario: Callable[[Admission, httpx.AsyncClient], Awaitable[None]], engine: ScriptedEngine) -> None:
     async def go() -> None:
         admission = Admission(load(env={}))

@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 TRIAL_DEATHS = 2
 """So many replicas are lost with a request that has brought nothing there, until it is tried alone."""
-FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 1.0
 MAX_PAST_REPLICAS = 256
 
 

@@ -91,7 +91,7 @@ class PoolMemory:
         return need.problem if held else ""
 
 
-WATCH_S = 1.0
+WATCH_S = 0.5
 NO_START = "This server was given its model loaded, and could not load it again."
 NO_FILE = "There is no file of models to read again."
 

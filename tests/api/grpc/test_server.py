@@ -459,26 +459,26 @@ async def pinged() -> AsyncIterator[PingedServer]:
             yield seen
 
 
-def test_a_client_may_ping_without_calls_as_often_as_the_interval_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_may_ping_without_calls_as_often_as_the_interval_allows_and_not_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two servers at the same time: one whose interval allows it, and one that disconnects."""
+
     def quick(config: Config) -> list[tuple[str, int]]:
         return [(name, 100 if "min_ping_interval" in name else value) for name, value in usual(config)]
 
     async def scenario() -> None:
-        async with pinged() as seen:
-            await until(lambda: seen.num_answered >= 5 or seen.farewells, "five pings")
-            assert not seen.farewells and seen.num_connections == 1
+        async with contextlib.AsyncExitStack() as stack:
+            with monkeypatch.context() as patch:
+                patch.setattr(grpc_server, "_channel_options", quick)
+                allowing = await stack.enter_async_context(pinged())
+            usually = await stack.enter_async_context(pinged())
+            await until(lambda: usually.farewells, "the server's word")
+            assert b"too_many_pings" in usually.farewells[0]
+            await until(lambda: allowing.num_answered >= 5 or allowing.farewells, "five pings")
+            assert not allowing.farewells and allowing.num_connections == 1
 
     usual = grpc_server._channel_options
-    monkeypatch.setattr(grpc_server, "_channel_options", quick)
-    asyncio.run(scenario())
-
-
-def test_a_client_that_pings_without_end_is_disconnected() -> None:
-    async def scenario() -> None:
-        async with pinged() as seen:
-            await until(lambda: seen.farewells, "the server's word")
-            assert b"too_many_pings" in seen.farewells[0]
-
     asyncio.run(scenario())
 
 

@@ -29,7 +29,7 @@ ALONE = ("--image-model", "none")
 BODY: dict[str, Any] = {
     "model": NAME,
     "prompt": "The weft",
-    "max_tokens": 400,
+    "max_tokens": 60,
     "temperature": 0.9,
     "seed": 5,
     "ignore_eos": True,
