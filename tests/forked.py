@@ -35,7 +35,11 @@ from weft.engine.fork_server import ForkCommand, ForkServer, shared_fork_server
 from weft.engine.process import engine_environment
 
 WEFT = "weft.__main__"
-IMPORTED = (WEFT, "weft.api.server", "weft.backends.native", "tests.api.serve_scripted", "openai")
+IMPORTED = (
+    *(WEFT, "weft.api.server", "weft.api.grpc.grpc_server", "weft.backends.native", "weft.backends.failover"),
+    *("weft.cluster.replica_server", "weft.cluster.replicated_engine", "uvicorn.loops.uvloop", "rich.console"),
+    *("typer._adapters", "tests.api.serve_scripted", "openai"),
+)
 """What servers, commands and programs of the documentation import."""
 MAX_BYTES = 1 << 18
 

@@ -148,15 +148,17 @@ def test_kernels_are_kept_there_and_not_beside_models(home: Path, tmp_path: Path
 
 def test_a_kernel_of_which_not_all_is_there_is_compiled_again(home: Path) -> None:
     pytest.importorskip("numba")
-    from weft.kernels.cpu.compiled import cache_directory, object_files
+    from weft.kernels.cpu.compiled import _found, cache_directory, object_files
 
     code = object_files(["weft_argmax"])["weft_argmax"]
     kept = cache_directory() / "weft_argmax"
     whole = kept.read_bytes()
     assert whole.endswith(code) and stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert _found(kept.parent, [kept.name]) == {kept.name: code}
     for broken in (b"", b"no object file", whole[:-1]):
         kept.write_bytes(broken)
-        assert object_files(["weft_argmax"])["weft_argmax"] == code and kept.read_bytes() == whole
+        assert not _found(kept.parent, [kept.name])
+    assert object_files([kept.name])[kept.name] == code and kept.read_bytes() == whole
 
 
 def test_a_kernel_that_another_process_compiles_is_waited_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
