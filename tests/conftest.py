@@ -129,7 +129,11 @@ GROUPS = {
         "tests/e2e/test_openapi_contract.py",
     ),
     "the browser": tuple(f"tests/page/test_{name}.py" for name in ("live_view", "playground", "screenshots")),
-    "diffusers": ("tests/e2e/test_pipelines.py", "tests/model/test_pipelines.py", "tests/worker/test_pipelines.py"),
+    "diffusers and transformers": (
+        *("tests/e2e/test_pipelines.py", "tests/model/test_pipelines.py", "tests/worker/test_pipelines.py"),
+        *("tests/model/test_parity.py", "tests/worker/test_default_model.py", "tests/worker/test_prompt_outputs.py"),
+        "tests/worker/test_denoise.py",
+    ),
     "the checker of pictures": ("tests/training/test_checker.py", "tests/training/test_shipped_model.py"),
 }
 """Files that share what takes long to start, to import or to make."""

@@ -18,6 +18,7 @@ from tests.waiting import wait_until
 from weft.api.app import admission_app, build_app
 from weft.api.background import BackgroundWork
 from weft.api.http_protocol import protocol_factory
+from weft.api.server import HttpServer
 from weft.config import load
 from weft.options import Config
 from weft.serving.admission import Admission
@@ -96,12 +97,14 @@ def data_server(engine: ScriptedEngine, config: Config) -> Iterator[str]:
 @contextlib.contextmanager
 def real_server(app: FastAPI, config: Config | None = None) -> Iterator[str]:
     http = protocol_factory(config or load(env={}))
-    server = uvicorn.Server(uvicorn.Config(app, http=http, port=0, log_config=None, lifespan="off", ws="none"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait_until(lambda: server.started, "the server's start")
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    options = uvicorn.Config(app, http=http, port=0, log_config=None, lifespan="off", ws="none")  # type: ignore[arg-type]
+    server = HttpServer(options)
+    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
+        thread = threading.Thread(target=runner.run, args=[server.serve()])
+        thread.start()
+        try:
+            wait_until(lambda: server.started or not thread.is_alive(), "the server's start")
+            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        finally:
+            runner.get_loop().call_soon_threadsafe(server.end)
+            thread.join()

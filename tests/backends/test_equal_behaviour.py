@@ -23,6 +23,7 @@ from tests.tiny_adapters import save_adapter
 from tests.waiting import PATIENCE, until
 from weft.api.app import build_app
 from weft.api.http_protocol import protocol_factory
+from weft.api.server import HttpServer
 from weft.backends import BaseEngine, registry, start_engine
 from weft.backends.blocking import BlockingEngine
 from weft.backends.contract import Engine, text_prompt
@@ -152,13 +153,13 @@ async def served(engine: Engine, config: Config) -> AsyncIterator[str]:
     """A Weft server over the engine, on the loop that the engine is on."""
     http = protocol_factory(config)
     app = build_app(engine, config)
-    server = uvicorn.Server(uvicorn.Config(app, http=http, port=0, log_config=None, lifespan="off", ws="none"))
+    server = HttpServer(uvicorn.Config(app, http=http, port=0, log_config=None, lifespan="off", ws="none"))
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.end()
         await serving
 
 

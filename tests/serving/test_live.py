@@ -34,8 +34,9 @@ ENDLESS = [Output(text="Hel", token_ids=[1, 2], queue_seconds=0.0), forever]
 
 @pytest.fixture(autouse=True)
 def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests count snapshots, and not how far apart they are."""
+    """Tests count snapshots and reads, and not how far apart they are."""
     monkeypatch.setattr(live, "TICK_S", 0.01)
+    monkeypatch.setattr(live, "READ_S", 0.02)
 
 
 def run(scenario: Callable[[Admission, httpx.AsyncClient], Awaitable[None]], engine: ScriptedEngine) -> None:

@@ -26,7 +26,7 @@ TEXTS = [
 def smollm2(smollm2_files: ModelFiles, smollm2_assets: TextAssets) -> Subject:
     tokenizer = Tokenizer.from_assets(smollm2_assets)
     driven = load(smollm2_files, num_blocks=128, max_model_len=512)
-    return alone(driven, [tokenizer.encode(text) for text in TEXTS], 8)
+    return alone(driven, [tokenizer.encode(text) for text in TEXTS], 6)
 
 
 def test_with_strangers_and_late_results(smollm2: Subject) -> None:
@@ -42,7 +42,7 @@ def test_preempted_every_third_step_and_by_a_tiny_pool(smollm2: Subject) -> None
 
 
 def test_resumed(smollm2: Subject) -> None:
-    smollm2.check(run(smollm2.driven, smollm2.requests(5)), 5)
+    smollm2.check(run(smollm2.driven, smollm2.requests(4)), 4)
 
 
 @pytest.fixture(scope="module")

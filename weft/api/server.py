@@ -200,12 +200,34 @@ class Certificate:
         return context
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to `_Life`: uvicorn would close its sockets before the requests inside are done."""
+class HttpServer(uvicorn.Server):
+    """The HTTP server leaves signals to `_Life`: uvicorn would close its sockets before the requests inside are done.
+    It ends as soon as `end` is called, where uvicorn looks for that ten times a second and waits for a tenth more."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._end = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        while not self._end.is_set():
+            await self.on_tick(0)  # the date of answers
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._end.wait(), timeout=1.0)
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._end.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for opened in (*self.servers, *(sockets or ())):
+            opened.close()
 
 
 class _Life:
@@ -231,7 +253,7 @@ class _Life:
             options.load()
             options.ssl = self._certificate.context
         self.loop_factory = options.get_loop_factory()
-        self._server = _Server(options)
+        self._server = HttpServer(options)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -257,7 +279,7 @@ class _Life:
         finally:
             await self._background.stop()
             await self._admission.close()
-            self._server.should_exit = True
+            self._server.end()
             if rpc is not None:
                 await rpc.stop(SHUTDOWN_TIMEOUT_S)
             await http
