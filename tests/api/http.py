@@ -97,7 +97,7 @@ def data_server(engine: ScriptedEngine, config: Config) -> Iterator[str]:
 @contextlib.contextmanager
 def real_server(app: FastAPI, config: Config | None = None) -> Iterator[str]:
     http = protocol_factory(config or load(env={}))
-    options = uvicorn.Config(app, http=http, port=0, log_config=None, lifespan="off", ws="none")  # type: ignore[arg-type]
+    options = uvicorn.Config(app, http=http, port=0, log_config=None, lifespan="off", ws="none")
     server = HttpServer(options)
     with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
         thread = threading.Thread(target=runner.run, args=[server.serve()])
