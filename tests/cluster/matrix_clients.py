@@ -29,7 +29,7 @@ class Refused(Exception):
 
 def chat(url: str, seen: Seen) -> list[str]:
     pieces: list[str] = []
-    for event in events(url, "/v1/chat/completions", CHAT | {"max_tokens": 600}):
+    for event in events(url, "/v1/chat/completions", CHAT | {"max_tokens": 400}):
         seen()
         for choice in _choices(event):
             pieces += [one["token"] for one in (choice.get("logprobs") or {}).get("content", [])]
