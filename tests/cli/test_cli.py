@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from tests import forked
@@ -442,3 +443,17 @@ def test_an_engine_that_does_not_start_leaves_no_thread() -> None:
     with pytest.raises(ModelError), BlockingEngine(start):
         pass
     assert threading.active_count() == before
+
+
+def test_a_command_by_itself_is_parsed_as_in_the_whole_application() -> None:
+    def flags(parser: Any) -> Any:
+        if hasattr(parser, "commands"):
+            return {name: flags(command) for name, command in parser.commands.items()}
+        return [(param.name, param.opts, param.default, param.help) for param in parser.params]
+
+    whole = flags(get_command(cli.app))
+    assert {"serve", "config", "cluster"} < whole.keys()
+    for name, expected in whole.items():
+        assert flags(get_command(cli.app_for([name, "--help"]))) == {name: expected}
+    for words in ([], ["--help"], ["nothing"]):
+        assert cli.app_for(words) is cli.app

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,10 +49,22 @@ def main() -> None:
         expect_engine_early(sys.argv[1:])
         if os.environ.get("_WEFT_COMPLETE") == "complete_bash":
             join_completed_words()
-        app()
+        app_for(sys.argv[1:])()
     except WeftError as error:
         _show_error(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def app_for(words: list[str]) -> typer.Typer:
+    """Return the application with no other command than the one that the first word names, because to make the parsers
+    of all takes as long as a short command. Any other word is for the whole application to answer."""
+    commands = [one for one in app.registered_commands if one.callback and [one.callback.__name__] == words[:1]]
+    groups = [one for one in app.registered_groups if [one.name] == words[:1]]
+    if not (commands or groups):
+        return app
+    narrow = copy(app)
+    narrow.registered_commands, narrow.registered_groups = commands, groups
+    return narrow
 
 
 CHOOSE_ENGINE = (
