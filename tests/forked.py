@@ -296,7 +296,7 @@ class _Inherited(ForkServer):
         if spare is None or spare.environment != environment:
             super().__init__(environment)
             return
-        self._reads_at_import = (dict(environment), Path.cwd())
+        self._reads_at_import = (fork_server._read_at_import(environment), Path.cwd())
         self._socket, self._process = spare.socket, spare
         self._has_forked = True  # it has imported all, and hears of its end
         atexit.register(self.close)
