@@ -195,10 +195,11 @@ class DeferredImports(MetaPathFinder):
         """True when torch is imported: before that, its own order is the right one."""
 
     def import_torch(self) -> None:
-        """Import torch without these modules."""
-        sys.meta_path.insert(0, self)
-        import_module("torch")
-        self.has_torch = True
+        """Import torch without these modules, where it was not imported yet."""
+        if "torch" not in sys.modules:
+            sys.meta_path.insert(0, self)
+            import_module("torch")
+            self.has_torch = True
 
     def execute_all(self) -> None:
         """Execute the modules that were deferred, in torch's order."""
