@@ -37,7 +37,7 @@ from weft.engine.process import engine_environment
 WEFT = "weft.__main__"
 IMPORTED = (
     *(WEFT, "weft.api.server", "weft.backends.native", "weft.cli.chat_session", "tests.api.serve_scripted"),
-    *("httpcore", "openai.resources.chat"),
+    *("httpcore", "openai.resources.chat.chat"),
 )
 """What servers, commands and programs of the documentation import."""
 MAX_BYTES = 1 << 18
