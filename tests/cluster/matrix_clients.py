@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE, wait_until
 Seen = Callable[[], None]
 """Called when bytes of an answer came."""
 
-ROWS = {"type": "array", "items": {"type": "integer"}, "minItems": 24, "maxItems": 24}
+ROWS = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
 WEAVE = {"name": "weave", "parameters": {"type": "object", "properties": {"rows": ROWS}, "required": ["rows"]}}
 
 
@@ -29,7 +29,7 @@ class Refused(Exception):
 
 def chat(url: str, seen: Seen) -> list[str]:
     pieces: list[str] = []
-    for event in events(url, "/v1/chat/completions", CHAT | {"max_tokens": 400}):
+    for event in events(url, "/v1/chat/completions", CHAT | {"max_tokens": 600}):
         seen()
         for choice in _choices(event):
             pieces += [one["token"] for one in (choice.get("logprobs") or {}).get("content", [])]
