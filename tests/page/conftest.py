@@ -107,7 +107,8 @@ def open_page(tab_of: Callable[[bool], Page], playground: Server) -> Iterator[Ca
             context.on("request", watch)
             context.on("weberror", complain)
         chosen.close()
-        page.goto(url + QUIET)
+        if page.url != url + QUIET:
+            page.goto(url + QUIET)
         page.evaluate(FORGET)
         page.set_viewport_size(size)  # type: ignore[arg-type]
         page.emulate_media(color_scheme="dark" if dark else "light")
