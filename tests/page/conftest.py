@@ -112,7 +112,10 @@ def open_page(tab_of: Callable[[bool], Page], playground: Server) -> Iterator[Ca
         page.evaluate(FORGET)
         page.set_viewport_size(size)  # type: ignore[arg-type]
         page.emulate_media(color_scheme="dark" if dark else "light")
-        known = {"sessionStorage": {"weft.key": key} if key else {}, "localStorage": {"weft.settings": json.dumps(settings)}}
+        known = {
+            "sessionStorage": {"weft.key": key} if key else {},
+            "localStorage": {"weft.settings": json.dumps(settings)},
+        }
         chosen.enter_context(context.add_init_script(REMEMBER % json.dumps(known)))
         page.goto(url + path)
         return page

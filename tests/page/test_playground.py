@@ -15,7 +15,7 @@ import pytest
 from tests.api.http import real_server
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.e2e.server import Server
-from tests.page.conftest import KEY, PHONE
+from tests.page.conftest import KEY
 from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
 from weft.config import load
@@ -155,22 +155,6 @@ def test_the_result_of_another_tool_is_the_users_to_give(open_page: OpenPage) ->
     assert "42" in page.get_by_label("Result", exact=True).inner_text()
 
 
-def test_the_token_view_tells_probabilities(open_page: OpenPage) -> None:
-    page = open_page(hasTokens=True, params={"max_tokens": 12, "temperature": 0})
-    say(page, "What is the capital of France?")
-    answer = wait_for_answer(page)
-    page.get_by_label("Tokens and their probabilities").click()
-    tokens = answer.locator(".token")
-    assert tokens.count() > 3
-    tokens.first.hover()
-    card = answer.get_by_role("status")
-    card.wait_for()
-    assert "%" in card.inner_text() and card.locator("li").count() == 5
-    answer.get_by_role("group", name="Tokens").focus()
-    page.keyboard.press("ArrowRight")
-    assert "token 2 of" in card.inner_text()
-
-
 def test_structured_output_fits_its_schema(open_page: OpenPage) -> None:
     page = open_page()
     page.get_by_text("Structured output", exact=True).click()
@@ -183,17 +167,6 @@ def test_structured_output_fits_its_schema(open_page: OpenPage) -> None:
     say(page, "Rank it.")
     answer = wait_for_answer(page)
     assert isinstance(json.loads(answer.locator("pre").inner_text())["rank"], int)
-
-
-def test_two_sides_answer_with_settings_of_their_own(open_page: OpenPage) -> None:
-    page = open_page(params={"max_tokens": 6, "temperature": 0})
-    page.get_by_label("Side by side").click()
-    page.get_by_role("radio", name="B").check(force=True)
-    page.get_by_label("Max tokens", exact=True).fill("3")
-    say(page, "Count.")
-    wait_for_answer(page, 2)
-    stats = [page.get_by_role("region", name=f"Side {side}").locator(".stats").inner_text() for side in "AB"]
-    assert "6 tokens" in stats[0] and "3 tokens" in stats[1]
 
 
 def test_an_image_shows_its_steps_and_stays_in_the_gallery(open_page: OpenPage, tmp_path: Path) -> None:
@@ -236,22 +209,6 @@ def test_an_image_shows_its_steps_and_stays_in_the_gallery(open_page: OpenPage, 
     other.get_by_role("button", name="Delete").click()
     other.get_by_role("button", name="Undo").click()
     other.get_by_role("button", name="Show: a red circle").wait_for()
-
-
-def test_a_phone_has_it_all(open_page: OpenPage) -> None:
-    page = open_page(size=PHONE, params={"max_tokens": 12})
-    say(page, "Hello")
-    wait_for_answer(page)
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    page.get_by_label("Settings", exact=True).first.tap()
-    page.get_by_role("complementary", name="Settings").wait_for()
-    page.get_by_label("Close the settings").tap()
-    page.get_by_label("List of chats").tap()
-    page.get_by_role("complementary", name="Chats").get_by_text("Hello").wait_for()
-    for name in ("Images", "Live"):
-        page.goto(page.url.partition("#")[0] + f"#/{name.lower()}")
-        page.locator(".panel").first.wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
 def test_a_wrong_key_is_told(open_page: OpenPage) -> None:
