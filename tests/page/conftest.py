@@ -72,9 +72,9 @@ FORGET = """async () => {
             Object.assign(indexedDB.deleteDatabase(name), {onsuccess: resolve, onerror: reject});
         });
 }"""
-
 REMEMBER = """if (origin !== 'null')
     for (const [store, items] of Object.entries(%s)) Object.assign(self[store], items);"""
+"""A new tab's empty document has no storage."""
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def open_page(tab_of: Callable[[bool], Page], playground: Server) -> Iterator[Ca
         page.emulate_media(color_scheme="dark" if dark else "light")
         known = {
             "sessionStorage": {"weft.key": key} if key else {},
-            "localStorage": {"weft.settings": json.dumps(settings)},
+            "localStorage": {"weft.settings": json.dumps(settings)} if settings else {},
         }
         chosen.enter_context(context.add_init_script(REMEMBER % json.dumps(known)))
         page.goto(url + path)
