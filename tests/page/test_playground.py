@@ -87,6 +87,7 @@ def test_a_chat_turn_streams_and_tells_its_timings(open_page: OpenPage) -> None:
 
 def test_a_message_is_answered_that_is_sent_before_the_models_are_known(open_page: OpenPage) -> None:
     page = open_page(params={"max_tokens": 4})
+    page.get_by_text("is ready").wait_for()
     held: list[Route] = []
     page.route("**/v1/models", lambda route: held.append(route))
     page.reload()
