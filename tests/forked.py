@@ -35,7 +35,10 @@ from weft.engine.fork_server import ForkCommand, ForkServer, shared_fork_server
 from weft.engine.process import engine_environment
 
 WEFT = "weft.__main__"
-IMPORTED = (WEFT, "weft.api.server", "weft.backends.native", "tests.api.serve_scripted", "openai")
+IMPORTED = (
+    *(WEFT, "weft.api.server", "weft.backends.native", "weft.cli.chat_session", "tests.api.serve_scripted"),
+    *("httpcore", "openai.resources.chat.chat"),
+)
 """What servers, commands and programs of the documentation import."""
 MAX_BYTES = 1 << 18
 
@@ -55,14 +58,24 @@ class Forked:
     """A fork, with what tests ask of a `subprocess.Popen`."""
 
     def __init__(
-        self, module: str, words: Sequence[str], environment: Mapping[str, str], folder: Path, stdin: Path
+        self,
+        module: str,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        stdin: Path,
+        output: tuple[int, int] | None = None,
     ) -> None:
-        pipes = os.pipe(), os.pipe()
-        self.stdout, self.stderr = (io.TextIOWrapper(io.FileIO(ours)) for ours, _ in pipes)
+        """`stdin`: a terminal becomes that of the process. `output`: the files of its stdout and its stderr, where
+        they are not read here."""
+        pipes = (os.pipe(), os.pipe()) if output is None else ()
+        self.stdout, self.stderr = (
+            (io.TextIOWrapper(io.FileIO(ours)) for ours, _ in pipes) if pipes else (io.StringIO(), io.StringIO())
+        )
         self._fork = _front_end().fork(ForkCommand(__name__, ("run",)))
         asked = msgspec.json.encode(Process(module, tuple(words), dict(environment), str(folder), str(stdin)))
         with self._fork.socket as sock:
-            socket.send_fds(sock, [asked], [theirs for _, theirs in pipes])
+            socket.send_fds(sock, [asked], output or [theirs for _, theirs in pipes])
         for _, theirs in pipes:
             os.close(theirs)
 
@@ -236,6 +249,7 @@ def _run(process: Process, fds: list[int]) -> NoReturn:
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
+    sys.stdout.flush()
     threading._shutdown()
     atexit._run_exitfuncs()
     os._exit(code or 0)
@@ -282,7 +296,7 @@ class _Inherited(ForkServer):
         if spare is None or spare.environment != environment:
             super().__init__(environment)
             return
-        self._reads_at_import = (dict(environment), Path.cwd())
+        self._reads_at_import = (fork_server._read_at_import(environment), Path.cwd())
         self._socket, self._process = spare.socket, spare
         self._has_forked = True  # it has imported all, and hears of its end
         atexit.register(self.close)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from tests import forked
 from tests.waiting import PATIENCE, wait_until
 
 CTRL_C, CTRL_D, ENTER, ALT_ENTER, LEFT, UP = "\x03", "\x04", "\r", "\x1b\r", "\x1b[D", "\x1b[A"
@@ -31,26 +32,39 @@ class PtySession:
     """A process whose terminal is this test. A context manager that leaves nothing running."""
 
     def __init__(
-        self, *words: str, env: Mapping[str, str], cwd: Path, columns: int = 80, stdout: BinaryIO | None = None
+        self,
+        *words: str,
+        env: Mapping[str, str],
+        cwd: Path,
+        columns: int = 80,
+        stdout: BinaryIO | None = None,
+        is_fork: bool = True,
     ) -> None:
-        """`stdout`: where standard output goes, if not to the terminal as well."""
+        """`stdout`: where standard output goes, if not to the terminal as well. `is_fork`: False where the test is of
+        how the process itself starts."""
         self.raw = ""
+        self.process: forked.Forked | subprocess.Popen[bytes]
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         root = str(Path(__file__).parents[1])
         # No terminal answers here where the cursor is. Workers of the suite have a width of their own.
         terminal = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "COLUMNS": str(columns), "LINES": "40"}
         environment = {**os.environ, **terminal, "PYTHONPATH": root, **env}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "weft", *words],
-            stdin=slave,
-            stdout=slave if stdout is None else stdout,
-            stderr=slave,
-            env=environment,
-            cwd=cwd,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
+        if is_fork and forked.can_fork():
+            terminal_file = Path(os.ttyname(slave))
+            output = (slave if stdout is None else stdout.fileno(), slave)
+            self.process = forked.Forked(forked.WEFT, words, environment, cwd, terminal_file, output)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "weft", *words],
+                stdin=slave,
+                stdout=slave if stdout is None else stdout,
+                stderr=slave,
+                env=environment,
+                cwd=cwd,
+                start_new_session=True,
+                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            )
         os.close(slave)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

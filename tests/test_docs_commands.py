@@ -46,7 +46,7 @@ COMMAND = re.compile(
     r"(?:weft|pip|python3?|curl|grpcurl|docker|kubectl|helm|make|git|npm|vllm|cat|echo|export|sudo|systemctl) ",
     re.MULTILINE,
 )
-SHORT = ("--max-model-len", "512")
+SHORT = ("--max-model-len", "256")
 """Answers are random, and most requests of the pages set no limit: one that rambles would go on for minutes."""
 EXAMPLE = re.compile(r"(?:[A-Z_]+=\S+ )?python (examples/\w+\.py)\b.*")
 ALONE = re.compile(r"weft (?:doctor|models|plan|show)\b")
@@ -102,7 +102,7 @@ class Shell:
             (folder / "examples" / path.name).symlink_to(path)
         # It is summarised, and the model would read all of it.
         (folder / "examples/README.md").unlink()
-        (folder / "examples/README.md").write_text((ROOT / "examples/README.md").read_text()[:400])
+        (folder / "examples/README.md").write_text((ROOT / "examples/README.md").read_text()[:100])
         (folder / "bin").mkdir()
         for name, words in (("weft", "-m weft"), ("python", "")):
             (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -92,7 +93,6 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest() -> None:
 
 def test_every_start_is_where_the_table_says() -> None:
     """Without importing what an engine stands on."""
-    import importlib
     import inspect
 
     for spec in BUILT_IN.values():
@@ -100,6 +100,20 @@ def test_every_start_is_where_the_table_says() -> None:
         module, _, name = spec.start.partition(":")
         assert inspect.iscoroutinefunction(getattr(importlib.import_module(module), name)), spec.name
     assert "vllm" not in sys.modules
+
+
+def test_what_is_imported_here_is_not_imported_once_more_to_see_whether_it_can_be(
+    add_engine: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = "from pathlib import Path\nwith Path(__file__).with_suffix('.txt').open('a') as file: file.write('i')"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("here", "elsewhere"):
+        (tmp_path / f"weft_test_{name}.py").write_text(counts)
+        add_engine(f"t-{name}", "weft.backends.native:start_native", requires=(f"weft_test_{name}",))
+    importlib.import_module("weft_test_here")
+    assert check_engine_available("t-here") and check_engine_available("t-elsewhere")
+    assert [(tmp_path / f"weft_test_{name}.txt").read_text() for name in ("here", "elsewhere")] == ["i", "i"]
+    assert "weft_test_elsewhere" not in sys.modules
 
 
 def test_available_means_installed_importable_and_with_its_hardware(

@@ -95,7 +95,7 @@ def test_content_is_the_same_by_every_way(server: tuple[str, str], tmp_path: Pat
 
 def test_streams_are_loaded_and_their_messages_counted(server: tuple[str, str], tmp_path: Path) -> None:
     file = tmp_path / "msg_stats.json"
-    common = ("--address", server[1], "--duration", "1", "--max-tokens", "24", "--output", str(file))
+    common = ("--address", server[1], "--duration", "0.3", "--max-tokens", "24", "--output", str(file))
     done = script("monitor_grpc_messages", *common, "--concurrency", "2")
     assert done.exit_code == 0, done.output
     run: dict[str, Any] = json.loads(file.read_text())["run"]
@@ -112,7 +112,7 @@ def test_the_frozen_interfaces_are_as_they_were(server: tuple[str, str]) -> None
 def test_memory_and_files_are_watched(tiny_model: Path, tmp_path: Path) -> None:
     """In a process of its own, of whose processes all are the server's."""
     file = tmp_path / "stress.json"
-    words = ("--duration", "1", "--concurrency", "2", "--max-tokens", "4", "--input-words", "2-6")
+    words = ("--duration", "0.3", "--concurrency", "2", "--max-tokens", "4", "--input-words", "2-6")
     command = [
         sys.executable,
         "-m",

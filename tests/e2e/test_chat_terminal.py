@@ -281,8 +281,15 @@ def test_without_a_server_the_model_is_loaded_and_ctrl_c_stops_it(
     with (
         reserved_port() as port,
         PtySession(
-            "run", "--threads", "1", "--max-tokens", "400", env=environment | {"WEFT_PORT": str(port)}, cwd=tmp_path
-        ) as chat,
+            "run",
+            "--threads",
+            "1",
+            "--max-tokens",
+            "400",
+            env=environment | {"WEFT_PORT": str(port)},
+            cwd=tmp_path,
+            is_fork=False,
+        ) as chat,  # fmt: skip
     ):
         chat.expect("Loading smollm2.")
         chat.expect_prompt(1)

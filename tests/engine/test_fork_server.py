@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine.test_process import NO_MODEL
 from tests.waiting import PATIENCE, wait_until
+from weft import switches
 from weft.engine import fork_server, process
 from weft.engine.fork_server import ForkCommand, ForkedEngine, ForkServer
 from weft.engine.process import EngineProcess, engine_environment, launch_engine
@@ -181,6 +182,15 @@ def test_another_environment_or_folder_has_a_process_of_its_own(
         changed.chdir(tmp_path)
         assert launched() is EngineProcess
     assert launched() is ForkedEngine
+
+
+def test_other_switches_need_no_other_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in ("gemv,graphs", ""):
+        monkeypatch.setenv(switches.VARIABLE, names)
+        engine = launch_engine("tests.engine.telling_engine")
+        with engine.socket, engine.socket.makefile() as told:
+            assert isinstance(engine, ForkedEngine) and told.read() == names
+            assert engine.wait(PATIENCE) == "exit code 0"
 
 
 def test_an_engine_gets_what_it_needs_of_the_environment_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,7 +351,7 @@ def _modules(spec: EngineSpec) -> tuple[str, ...]:
 def _import_failure(*modules: str) -> str:
     """Return why they cannot be imported; empty: they can. A process of its own tries: it may load gigabytes of
     libraries, and a broken one may end the process."""
-    own = [module for module in modules if not module.startswith("weft.")]
+    own = [module for module in modules if not module.startswith("weft.") and module not in sys.modules]
     if not own:
         return ""
     try:

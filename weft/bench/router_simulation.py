@@ -15,7 +15,7 @@ import heapq
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -554,8 +554,8 @@ class _Run:
         heapq.heappush(self._events, (at, self._num_events, is_end, asked))
 
 
-def simulate(work: RouterWork, advance: Advance) -> RouterReport:
-    """Run every policy under the same requests. The rate of 100 % load is found first: power of two choices, with as
+def simulate(work: RouterWork, advance: Advance, policies: Sequence[str] = POLICIES) -> RouterReport:
+    """Run policies under the same requests. The rate of 100 % load is found first: power of two choices, with as
     many requests as a tenth of the work, at a rate at which none waits."""
     sample = RouterWork(
         workload=work.workload, replicas=max(1, work.replicas // 10), requests=max(1000, work.requests // 10),
@@ -568,7 +568,7 @@ def simulate(work: RouterWork, advance: Advance) -> RouterReport:
         trial.figures()
         rate = work.load * work.replicas / (trial.prefill_seconds / sample.requests)
         figures = []
-        for policy in POLICIES:
+        for policy in policies:
             run = _Run(work, policy, rate, lambda count, policy=policy: advance(policy, count))  # type: ignore[misc]
             figures.append(run.figures())
     finally:

@@ -186,7 +186,9 @@ class ServerModel:
         self.place = base_url(url)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(CONNECT_SECONDS, read=None)
-        self._client = httpx.Client(base_url=self.place, headers=headers, timeout=timeout)
+        # For plain HTTP no certificates are read: that takes longer than the first answer.
+        verify = self.place.startswith("https:")
+        self._client = httpx.Client(base_url=self.place, headers=headers, timeout=timeout, verify=verify)
         try:
             names = self.models()
             if not names:

@@ -304,12 +304,13 @@ def plan(
 
     It ends with 1 where the model does not fit as asked.
     """
-    from weft.backends.preflight import files_here, planned
+    from weft.backends.preflight import files_here, import_torch, planned
     from weft.machine.planner import plan_fields, plan_table
 
     files = files_here(config)
     made = planned(config, files, memory_gib)
     if made.engine == "native":
+        import_torch()
         from weft.model.loader import open_model
 
         # Raises ModelError for a model that Weft's own engine does not compute.

@@ -29,6 +29,7 @@ from types import ModuleType
 import msgspec
 from msgspec import Struct
 
+from weft import switches
 from weft.engine.child_process import end_with_parent, exit_text, name_process
 
 ENGINE_NAME = b"weft-engine"
@@ -43,13 +44,15 @@ class ForkCommand(Struct, frozen=True):
 
     module: str
     arguments: tuple[str, ...] = ()
+    switched_off: str = ""
+    """The engine's WEFT_WITHOUT, which no module reads while it is imported."""
 
 
 class ForkServer:
     """The fork server as the process that started it sees it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._reads_at_import = (dict(environment), Path.cwd())
+        self._reads_at_import = (_read_at_import(environment), Path.cwd())
         self._has_forked = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -65,7 +68,7 @@ class ForkServer:
 
     def serves(self, environment: Mapping[str, str]) -> bool:
         """Modules read the environment and the working directory while they are imported: a fork has the server's."""
-        return self._reads_at_import == (dict(environment), Path.cwd())
+        return self._reads_at_import == (_read_at_import(environment), Path.cwd())
 
     @property
     def is_alive(self) -> bool:
@@ -146,6 +149,10 @@ class ForkedEngine:
         return True
 
 
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name != switches.VARIABLE}
+
+
 _shared: ForkServer | None = None
 _lock = threading.Lock()
 
@@ -188,10 +195,11 @@ class DeferredImports(MetaPathFinder):
         """True when torch is imported: before that, its own order is the right one."""
 
     def import_torch(self) -> None:
-        """Import torch without these modules."""
-        sys.meta_path.insert(0, self)
-        import_module("torch")
-        self.has_torch = True
+        """Import torch without these modules, where it was not imported yet."""
+        if "torch" not in sys.modules:
+            sys.meta_path.insert(0, self)
+            import_module("torch")
+            self.has_torch = True
 
     def execute_all(self) -> None:
         """Execute the modules that were deferred, in torch's order."""
@@ -354,6 +362,7 @@ def _run(command: ForkCommand, engine: int, streams: list[int], server_pid: int)
         for number, fd in enumerate(streams, start=1):
             os.dup2(fd, number)
             os.close(fd)
+        os.environ[switches.VARIABLE] = command.switched_off
         sys.argv = [command.module, *command.arguments, str(engine)]
         import_module(command.module).main()
     except BaseException:  # noqa: BLE001 - nothing may return into the server's loop

@@ -147,9 +147,10 @@ class EngineProcess:
 def launch_engine(module: str = __name__, *arguments: str) -> LaunchedEngine:
     """Launch an engine process that runs `module.main()`: a fork of the fork server's where that can be. Other systems
     than Linux cannot tell a process to end with its parent, and their libraries do not bear a fork."""
-    server = shared_fork_server(engine_environment()) if sys.platform == "linux" else None
+    environment = engine_environment()
+    server = shared_fork_server(environment) if sys.platform == "linux" else None
     if server is not None:
-        return server.fork(ForkCommand(module, arguments))
+        return server.fork(ForkCommand(module, arguments, environment.get(switches.VARIABLE, "")))
     return EngineProcess(sys.executable, "-c", f"from {module} import main; main()", *arguments)
 
 

@@ -36,10 +36,10 @@ class Spelling(Struct, frozen=True, kw_only=True):
 
     def bytes_of(self, token: str) -> bytes:
         if self.byte_level:
-            # A token with a character outside the alphabet is an added one, written as it is.
-            if all(char in _BYTE_ALPHABET for char in token):
-                return bytes(_BYTE_ALPHABET[char] for char in token)
-            return token.encode()
+            try:
+                return bytes(map(_BYTE_ALPHABET.__getitem__, token))
+            except KeyError:  # a character outside the alphabet: the token is an added one, written as it is
+                return token.encode()
         for mark, text in self.replacements:
             token = token.replace(mark, text)
         if self.byte_fallback and (byte := _lone_byte(token)) is not None:
