@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +17,7 @@ from tests.waiting import PATIENCE
 from weft.checkpoint.model_files import ModelFiles
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Request, WebError
 
 KEY = "sesame"
 PATIENCE_MS = 1000 * PATIENCE
@@ -46,12 +48,48 @@ def playground(smollm2_files: ModelFiles) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="package")
+def tab_of(browser: Browser) -> Callable[[bool], Page]:
+    """Returns the tab that all tests use, or that of the tests that touch: a new one costs a second of a core."""
+
+    @functools.cache
+    def tab(has_touch: bool) -> Page:
+        context = browser.new_context(reduced_motion="reduce", device_scale_factor=1, has_touch=has_touch)
+        context.set_default_timeout(PATIENCE_MS)
+        context.grant_permissions(["clipboard-read", "clipboard-write"])
+        return context.new_page()
+
+    return tab
+
+
+QUIET = "/health/live"
+"""A document of every server that has no script: where a tab goes there, what it did ends."""
+FORGET = """async () => {
+    localStorage.clear();
+    sessionStorage.clear();
+    for (const {name} of await indexedDB.databases())
+        await new Promise((resolve, reject) => {
+            Object.assign(indexedDB.deleteDatabase(name), {onsuccess: resolve, onerror: reject});
+        });
+}"""
+REMEMBER = """if (origin !== 'null')
+    for (const [store, items] of Object.entries(%s)) Object.assign(self[store], items);"""
+"""A new tab's empty document has no storage."""
+
+
 @pytest.fixture
-def open_page(browser: Browser, playground: Server) -> Iterator[Callable[..., Page]]:
-    """Opens a tab of a browser that has seen nothing of the page; its key is known unless `key` is empty, and the chat
+def open_page(tab_of: Callable[[bool], Page], playground: Server) -> Iterator[Callable[..., Page]]:
+    """Opens the page in a browser that has forgotten all of it; its key is known unless `key` is empty, and the chat
     has the settings, as if the user had chosen them. No tab may tell of an error that it did not expect, nor speak to
     another server."""
-    contexts, troubles = [], []
+    server, troubles, used, chosen = playground.url, [], [], ExitStack()
+
+    def watch(request: Request) -> None:
+        if not request.url.startswith((server + "/", "data:", "blob:")) or KEY in request.url:
+            troubles.append(f"the page asked for {request.url:.200}")
+
+    def complain(error: WebError) -> None:
+        troubles.append(str(error.error))
 
     def open_one(
         path: str = "/",
@@ -61,33 +99,36 @@ def open_page(browser: Browser, playground: Server) -> Iterator[Callable[..., Pa
         url: str = playground.url,
         **settings: Any,
     ) -> Page:
-        context = browser.new_context(
-            viewport=size,  # type: ignore[arg-type]
-            color_scheme="dark" if dark else "light",
-            reduced_motion="reduce",
-            device_scale_factor=1,
-            has_touch=size is PHONE,
-        )
-        contexts.append(context)
-        context.set_default_timeout(PATIENCE_MS)
-        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
-        if key:
-            context.add_init_script(f"sessionStorage.setItem('weft.key', '{key}')")
-        if settings:
-            chosen = json.dumps(json.dumps(settings))
-            context.add_init_script(f"localStorage.setItem('weft.settings', {chosen})")
-        page = context.new_page()
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: _check(request.url, url, troubles))
+        nonlocal server
+        page, server = tab_of(size is PHONE), url
+        context = page.context
+        if page not in used:
+            used.append(page)
+            context.on("request", watch)
+            context.on("weberror", complain)
+        chosen.close()
+        if page.url != url + QUIET:
+            page.goto(url + QUIET)
+        page.evaluate(FORGET)
+        page.set_viewport_size(size)  # type: ignore[arg-type]
+        page.emulate_media(color_scheme="dark" if dark else "light")
+        known = {
+            "sessionStorage": {"weft.key": key} if key else {},
+            "localStorage": {"weft.settings": json.dumps(settings)} if settings else {},
+        }
+        chosen.enter_context(context.add_init_script(REMEMBER % json.dumps(known)))
         page.goto(url + path)
         return page
 
     yield open_one
-    for context in contexts:
-        context.close()
+    chosen.close()
+    server = playground.url
+    for page in used:
+        for other in page.context.pages[1:]:
+            other.close()
+        page.unroute_all()
+        page.mouse.move(0, 0)
+        page.goto(server + QUIET)
+        page.context.remove_listener("request", watch)
+        page.context.remove_listener("weberror", complain)
     assert not troubles, troubles
-
-
-def _check(asked: str, server: str, troubles: list[str]) -> None:
-    if not asked.startswith((server + "/", "data:", "blob:")) or KEY in asked:
-        troubles.append(f"the page asked for {asked:.200}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page, Request
 
 OpenPage = Callable[..., "Page"]
+Work = Callable[[httpx.AsyncClient, int], Awaitable[httpx.Response]]
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -29,41 +32,46 @@ HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
 class Load:
-    """Clients that ask again and again until they are told to stop: three chat, one draws, one embeds."""
+    """Clients that ask again and again, until they go away in the midst of it: three chat, one draws, one embeds."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._stopped = threading.Event()
         self.num_answers = 0
-        works = (self._chat, self._chat, self._chat, self._draw, self._embed)
-        self._threads = [threading.Thread(target=self._repeat, args=(work,)) for work in works]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
-        for thread in self._threads:
-            thread.join(PATIENCE)
+        self._thread.join(PATIENCE)
 
-    def _repeat(self, work: Callable[[httpx.Client, int], httpx.Response]) -> None:
-        with httpx.Client(base_url=self._url, headers=HEADERS, timeout=PATIENCE) as client:
-            number = 0
-            while not self._stopped.is_set():
-                assert work(client, number).status_code == 200
-                self.num_answers += 1
-                number += 1
+    async def _run(self) -> None:
+        works = (self._chat, self._chat, self._chat, self._draw, self._embed)
+        async with (
+            httpx.AsyncClient(base_url=self._url, headers=HEADERS, timeout=PATIENCE) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            clients = [group.create_task(self._repeat(client, work)) for work in works]
+            await asyncio.to_thread(self._stopped.wait)
+            for one in clients:
+                one.cancel()
 
-    def _chat(self, client: httpx.Client, number: int) -> httpx.Response:
+    async def _repeat(self, client: httpx.AsyncClient, work: Work) -> None:
+        for number in itertools.count():
+            assert (await work(client, number)).status_code == 200
+            self.num_answers += 1
+
+    async def _chat(self, client: httpx.AsyncClient, number: int) -> httpx.Response:
         text = f"{number}. Tell me about the sea, and about " + "the wind and " * (10 + 15 * (number % 3))
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 40, "ignore_eos": True}
-        return client.post("/v1/chat/completions", json=body)
+        return await client.post("/v1/chat/completions", json=body)
 
-    def _draw(self, client: httpx.Client, number: int) -> httpx.Response:
+    async def _draw(self, client: httpx.AsyncClient, number: int) -> httpx.Response:
         body = {"prompt": "a red circle on a blue background", "seed": number, "num_inference_steps": 15}
-        return client.post("/v1/images/generations", json=body)
+        return await client.post("/v1/images/generations", json=body)
 
-    def _embed(self, client: httpx.Client, number: int) -> httpx.Response:
-        return client.post("/v1/embeddings", json={"input": f"{number} " + "a bird and " * 30})
+    async def _embed(self, client: httpx.AsyncClient, number: int) -> httpx.Response:
+        return await client.post("/v1/embeddings", json={"input": f"{number} " + "a bird and " * 30})
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Pictures of the playground. `make screenshots` puts them into docs/images; else little is on them, and they are
-thrown away."""
+"""What the playground shows, and pictures of it. `make screenshots` puts them into docs/images; else little is on
+them, and they are thrown away."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_screenshot_of_a_chat(open_page: OpenPage, shoot: Callable[[Page, str], 
     shoot(page, "chat")
 
 
-def test_screenshot_of_the_token_view(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
+def test_the_token_view_tells_probabilities(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
     page = open_page(
         dark=True,
         hasTokens=True,
@@ -61,9 +61,16 @@ def test_screenshot_of_the_token_view(open_page: OpenPage, shoot: Callable[[Page
     say(page, RIVERS)
     answer = wait_for_answer(page)
     page.get_by_label("Tokens and their probabilities").click()
+    assert answer.locator(".token").count() > 3
     answer.locator(".token.p3, .token.p4" if IS_KEPT else ".token").first.hover()
-    answer.get_by_role("status").wait_for()
+    card = answer.get_by_role("status")
+    card.wait_for()
+    assert "%" in card.inner_text() and card.locator("li").count() == 5
     shoot(page, "tokens")
+    answer.locator(".token").first.hover()
+    answer.get_by_role("group", name="Tokens").focus()
+    page.keyboard.press("ArrowRight")
+    assert "token 2 of" in card.inner_text()
 
 
 def test_screenshot_of_images(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
@@ -77,21 +84,37 @@ def test_screenshot_of_images(open_page: OpenPage, shoot: Callable[[Page, str], 
     shoot(page, "images")
 
 
-def test_screenshot_of_a_phone(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
+def test_a_phone_has_it_all(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
     page = open_page(size=PHONE, params={"temperature": 0, "max_tokens": 90 if IS_KEPT else 8})
     say(page, RIVERS)
     wait_for_answer(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     shoot(page, "phone")
+    page.get_by_label("Settings", exact=True).first.tap()
+    page.get_by_role("complementary", name="Settings").wait_for()
+    page.get_by_label("Close the settings").tap()
+    page.get_by_label("List of chats").tap()
+    page.get_by_role("complementary", name="Chats").get_by_text(RIVERS).wait_for()
+    for name in ("Images", "Live"):
+        page.goto(page.url.partition("#")[0] + f"#/{name.lower()}")
+        page.locator(".panel").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
-def test_screenshot_of_two_sides(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
-    page = open_page(dark=True, params={"temperature": 0, "max_tokens": 50 if IS_KEPT else 8})
-    page.get_by_label("Close the settings").click()
+def test_two_sides_answer_with_settings_of_their_own(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
+    page = open_page(
+        dark=True, params={"temperature": 0, "max_tokens": 50 if IS_KEPT else 6, "ignore_eos": not IS_KEPT}
+    )
     page.get_by_label("Side by side").click()
+    page.get_by_role("radio", name="B").check(force=True)
+    page.get_by_label("Close the settings").click()
     page.get_by_role("button", name="Settings of side B").click()
     page.get_by_label("Temperature", exact=True).fill("0.7")
     page.get_by_label("Seed", exact=True).fill("4")
+    page.get_by_label("Max tokens", exact=True).fill("50" if IS_KEPT else "3")
     page.get_by_label("Close the settings").click()
     say(page, "Describe the sea in two sentences.")
     wait_for_answer(page, 2)
     shoot(page, "sides")
+    stats = [page.get_by_role("region", name=f"Side {side}").locator(".stats").inner_text() for side in "AB"]
+    assert IS_KEPT or ("6 tokens" in stats[0] and "3 tokens" in stats[1])
