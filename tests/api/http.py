@@ -99,12 +99,18 @@ def real_server(app: FastAPI, config: Config | None = None) -> Iterator[str]:
     http = protocol_factory(config or load(env={}))
     options = uvicorn.Config(app, http=http, port=0, log_config=None, lifespan="off", ws="none")
     server = HttpServer(options)
-    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
-        thread = threading.Thread(target=runner.run, args=[server.serve()])
-        thread.start()
-        try:
-            wait_until(lambda: server.started or not thread.is_alive(), "the server's start")
-            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        finally:
-            runner.get_loop().call_soon_threadsafe(server.end)
-            thread.join()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
+            loops.append(runner.get_loop())
+            runner.run(server.serve())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive(), "the server's start")
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        loops[0].call_soon_threadsafe(server.end)
+        thread.join()
