@@ -184,6 +184,17 @@ def test_another_environment_or_folder_has_a_process_of_its_own(
     assert launched() is ForkedEngine
 
 
+def test_what_an_engine_leaves_behind_is_the_fork_server_s_to_wait_for(lasting: ForkServer) -> None:
+    """As the ranks of an engine that was killed: process 1 of a container may wait for none, and they stay for good."""
+    engine = lasting.fork(ForkCommand("tests.engine.orphaning_engine"))
+    with engine.socket:
+        left, server = map(int, engine.socket.recv(64).split())
+        assert engine.wait(PATIENCE) == "exit code 0"
+    assert int(status(left, "PPid")) == server
+    os.kill(left, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{left}").exists(), "its end")
+
+
 def test_other_switches_need_no_other_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for names in ("gemv,graphs", ""):
         monkeypatch.setenv(switches.VARIABLE, names)

@@ -8,13 +8,20 @@ import signal
 import sys
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def end_with_parent() -> None:
     """Let the kernel end this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Let this process be the parent of its descendants whose own parent has ended, instead of process 1, which in a
+    container may be one that waits for none of them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def name_process(name: bytes) -> None:

@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from weft import switches
-from weft.engine.child_process import end_with_parent, exit_text, name_process
+from weft.engine.child_process import adopt_orphans, end_with_parent, exit_text, name_process
 
 ENGINE_NAME = b"weft-engine"
 """The name of a forked engine in `ps -o comm` and `top`: its command line is the server's."""
@@ -299,12 +299,13 @@ class _Children:
         return [control.fileno() for control in self.control.values()]
 
     def reap(self) -> None:
-        while self.control:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                return
-            with self.control.pop(pid) as control:
-                _tell(control, os.waitstatus_to_exitcode(status))
+        """Wait for the engines that have ended, and for the ranks of engines that ended before them."""
+        with contextlib.suppress(ChildProcessError):  # no child is left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid in self.control:
+                    with self.control.pop(pid) as control:
+                        _tell(control, os.waitstatus_to_exitcode(status))
 
 
 def _tell(control: socket.socket, number: int) -> None:
@@ -325,6 +326,7 @@ def serve(commands: socket.socket) -> None:
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    adopt_orphans()
     children, own_pid = _Children(), os.getpid()
     while True:
         controls = {control.fileno(): pid for pid, control in children.control.items()}
