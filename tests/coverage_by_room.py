@@ -1,7 +1,7 @@
 """The suite under coverage, with a floor for every room: python -m tests.coverage_by_room -m pytest ...
 
 Processes that tests start, the engine's among them, are measured as well ([tool.coverage.run] in pyproject.toml). What
-an engine did that was killed is lost, and the functions that numba compiles are not seen.
+an engine did that was killed is lost, and functions that numba or Triton compile are not counted.
 """
 
 from __future__ import annotations
