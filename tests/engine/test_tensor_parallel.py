@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from tests.engine.test_lora import answer
-from tests.processes import descendants, is_rank, runs
+from tests.processes import descendants, is_rank
 from tests.tiny_adapters import save_adapter
 from tests.tiny_images import SIZE, save_image_model
 from tests.tiny_models import SPECS, noisy_copy
@@ -160,7 +160,7 @@ def test_log_probabilities_and_vectors_are_the_same(tiny_directory: Callable[[st
 
     expected = with_ranks(tiny_directory("llama3"), 1, work)
     assert [len(one) for one in expected] == [len(PROMPTS[1]) - 1, 4, 64, 64]
-    for one, other in zip(expected, with_ranks(tiny_directory("llama3"), 2, work), strict=True):
+    for one, other in zip(expected, with_ranks(tiny_directory("llama3"), 4, work), strict=True):
         np.testing.assert_allclose(other, one, atol=2e-5)
 
 
@@ -295,7 +295,7 @@ def test_a_rank_that_dies_or_hangs_in_mid_stream_changes_no_byte(
                 assert await streams == undisturbed
                 await until(lambda before=restarts: client.restarts > before, "another engine")
                 gone = [*killed, first_pid]
-                await until(lambda pids=gone: not any(map(runs, pids)), "their end")
+                await until(lambda pids=gone: not any(Path(f"/proc/{pid}").exists() for pid in pids), "their end")
 
     asyncio.run(scenario())
 

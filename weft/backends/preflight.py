@@ -95,8 +95,7 @@ def _memory(memory: Memory) -> Iterator[Finding]:
 
 
 def import_torch() -> ModuleType:
-    """Import torch for a command that computes nothing: without what tracing and training need it takes half the
-    time."""
+    """Import torch for a command that computes nothing, without what tracing and training need."""
     DeferredImports().import_torch()
     return import_module("torch")
 

@@ -186,7 +186,7 @@ class ServerModel:
         self.place = base_url(url)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(CONNECT_SECONDS, read=None)
-        # For plain HTTP no certificates are read: that takes longer than the first answer.
+        # For plain HTTP no certificates are read.
         verify = self.place.startswith("https:")
         self._client = httpx.Client(base_url=self.place, headers=headers, timeout=timeout, verify=verify)
         try:
