@@ -319,6 +319,7 @@ def serve(commands: socket.socket) -> None:
     with contextlib.suppress(Exception):  # an engine that cannot import it says so to its own api process
         DeferredImports().import_torch()
         import_module("weft.engine.loop")
+        import_module("weft.kernels.cpu.compiled")  # which loads LLVM
     gc.freeze()
     gc.enable()
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)

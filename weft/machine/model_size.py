@@ -129,10 +129,11 @@ class ModelSize(Struct, frozen=True):
     weights: Weights
 
 
-def size_of(files: ModelFiles) -> ModelSize:
-    """Measure a model by the headers of its files. A model without files is as large as its geometry says."""
+def size_of(files: ModelFiles, header: GgufFile | None = None) -> ModelSize:
+    """Measure a model by the headers of its files, of which a GGUF file's may have been read already. A model without
+    files is as large as its geometry says."""
     if files.kind == "gguf":
-        file = read_gguf(files.path)
+        file = header or read_gguf(files.path)
         return ModelSize(_from_gguf(file), _gguf_weights(file))
     geometry = _from_config(model_facts(files))
     if files.kind == "dummy":

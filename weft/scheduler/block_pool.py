@@ -7,6 +7,7 @@ and allocates nothing. Its head is the block that was released longest ago: the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 
 class Block:
@@ -31,10 +32,12 @@ class Block:
 class FreeList:
     """A doubly linked list with one sentinel before its head and after its tail."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Sequence[Block]) -> None:
         self._sentinel = Block(-1)
-        self._sentinel.prev = self._sentinel.next = self._sentinel
-        self._length = 0
+        around = (self._sentinel, *blocks, self._sentinel)
+        for before, after in pairwise(around):
+            before.next, after.prev = after, before
+        self._length = len(blocks)
 
     def __len__(self) -> int:
         return self._length
@@ -71,12 +74,10 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self.free = FreeList()
+        self.free = FreeList(self.blocks[1:])
         self.by_key: dict[bytes, Block] = {}
         self.on_forget: Callable[[bytes], None] | None = None
         """Called with each key that the prefix cache does not find any more."""
-        for block in self.blocks[1:]:
-            self.free.append(block)
 
     @property
     def num_usable(self) -> int:

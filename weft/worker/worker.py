@@ -33,7 +33,7 @@ from weft.machine.memory import (
 )
 from weft.machine.model_size import Weights, adapters_bytes, largest_rank, quantised_bytes, size_of
 from weft.model.dense import DenseModel
-from weft.model.loader import LinearLoading, load_weights, open_model
+from weft.model.loader import GgufSource, LinearLoading, load_weights, open_model
 from weft.model.shard import WHOLE
 from weft.model.sharded_dense import ShardedDense
 from weft.options import CacheOptions, Config
@@ -268,7 +268,7 @@ class OpenModel:
         check_shards(self.whole, shard.size)
         self.geometry = shard.config(self.whole)
         """The geometry of this rank's part."""
-        stored = size_of(files).weights
+        stored = size_of(files, self._source.file if isinstance(self._source, GgufSource) else None).weights
         self._panels = _panels(config, files, device)
         self._linears = _linears(config, stored, device, dtype, has_panels=self._panels is not None)
         self.multiplied = self._linears
