@@ -76,12 +76,13 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Files that start engines come first, and short ones last: so the workers end together, and none is idle."""
     with_engines = {item.path for item in items if {"smollm2_files", "tiny_model"} & {*item.fixturenames}}
 
-    def turn(item: pytest.Function) -> int:
-        if item.path in with_engines:
+    @functools.cache
+    def turn(file: Path) -> int:
+        if file in with_engines:
             return -2
-        return next((number for number, room in enumerate(SHORT) if room in item.path.parents), -1)
+        return next((number for number, room in enumerate(SHORT) if room in file.parents), -1)
 
-    items.sort(key=turn)
+    items.sort(key=lambda item: turn(item.path))
 
 
 _last_reports: dict[str, float] = {}

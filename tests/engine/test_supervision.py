@@ -199,7 +199,7 @@ def test_a_request_that_kills_two_engines_ends_alone(tiny_files: ModelFiles, fau
 
 @pytest.mark.parametrize("outside", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_request_alone_with_an_engine_that_others_kill_is_not_to_blame(
-    tiny_files: ModelFiles, outside: signal.Signals
+    tiny_files: ModelFiles, outside: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first engine is killed, and the request is alone with the second. That is killed or stopped, noticed and
     replaced, and the stream goes on as if nothing had been."""
@@ -215,8 +215,11 @@ def test_a_request_alone_with_an_engine_that_others_kill_is_not_to_blame(
                 await until(lambda: engine.stats().waiting == 0, "the step in which it is alone")
                 pids.append(engine.client.engine_pid)
                 os.kill(pids[-1], number)
-                await until(lambda: not engine.health().ready)
-                await until(lambda n=restarts: engine.stats().restarts > n)
+                with monkeypatch.context() as patch:
+                    # No heartbeat of this engine is late: none comes.
+                    patch.setattr(client, "TICK_SECONDS", 0.05)
+                    await until(lambda: not engine.health().ready)
+                    await until(lambda n=restarts: engine.stats().restarts > n)
             text, last = await stream
             assert (last.finish, last.error) == (FinishReason.LENGTH, "")
             assert text == (await answer(engine, POISON, GREEDY))[0]
