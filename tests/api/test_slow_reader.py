@@ -151,10 +151,10 @@ def test_memory_stays_flat_others_are_served_and_nothing_is_lost() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_reads_nothing_for_too_long_is_dropped(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedEngine(list(long_answer()))
-    config = load({"slow_reader_timeout_s": 0.5}, env={})
+    config = load({"slow_reader_timeout_s": 0.1}, env={})
     with real_server(build_app(engine, config), config) as url, raw.connect(url, receive_buffer=1 << 16) as reader:
         reader.sendall(raw.post_bytes(COMPLETIONS, STREAM | {"stream": stream}))
-        wait_until(lambda: "read nothing for 0.5 s" in caplog.text, "the end of the server's patience")
+        wait_until(lambda: "read nothing for 0.1 s" in caplog.text, "the end of the server's patience")
         wait_until(lambda: not engine.open)
         received = raw.everything(reader)
         assert received and b"done" not in received, "what the kernel held is all that is left"

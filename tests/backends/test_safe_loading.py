@@ -313,6 +313,7 @@ def test_a_start_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(safe_loading, "LATER_SECONDS", 0.1)
+    monkeypatch.setattr(safe_loading, "TICK_SECONDS", 0.05)
     with pytest.raises(Unavailable, match="stage 'load'"):
         load(hang, replace(ELSEWHERE, engine=EngineOptions(start_timeout_s=0.1)))
     assert ended == ["ended"]

@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE, wait_until
 Seen = Callable[[], None]
 """Called when bytes of an answer came."""
 
-ROWS = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
+ROWS = {"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 30}
 WEAVE = {"name": "weave", "parameters": {"type": "object", "properties": {"rows": ROWS}, "required": ["rows"]}}
 
 

@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, failed, refused
 from tests.api.scripted_engine import ScriptedEngine, answer, forever, next_turn
 from tests.waiting import PATIENCE, until
-from weft.api.grpc import grpc_server
+from weft.api.grpc import grpc_server, status
 from weft.api.grpc.ai_service_pb2 import DESCRIPTOR
 from weft.api.grpc.grpc_server import SERVICES, serve_rpc
 from weft.backends.contract import Health
@@ -125,7 +125,9 @@ def test_a_key_lets_in(metadata: list[tuple[str, Any]], lets_in: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_a_refusal_does_not_wait_for_a_message() -> None:
+def test_a_refusal_does_not_wait_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "HEARING_S", 0.1)
+
     async def scenario() -> None:
         async with door(**KEYS) as opened:
             assert (await asyncio.wait_for(refused(opened.predict()), PATIENCE))[0] is Code.UNAUTHENTICATED
@@ -619,7 +621,9 @@ def test_health_is_the_truth_of_the_moment() -> None:
     asyncio.run(scenario())
 
 
-def test_watch_tells_of_every_change_and_ends_with_the_server() -> None:
+def test_watch_tells_of_every_change_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "POLL_S", 0.05)
+
     async def scenario() -> None:
         engine = ScriptedEngine()
         async with door(engine) as opened:
