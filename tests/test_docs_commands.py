@@ -49,8 +49,8 @@ COMMAND = re.compile(
 SHORT = ("--max-model-len", "256")
 """Answers are random, and most requests of the pages set no limit: one that rambles would go on for minutes."""
 EXAMPLE = re.compile(r"(?:[A-Z_]+=\S+ )?python (examples/\w+\.py)\b.*")
-ALONE = re.compile(r"weft (?:doctor|models|plan|show)\b")
-"""Commands that say the same wherever they stand."""
+ALONE = re.compile(r"weft (?:doctor|generate|models|plan|show)\b")
+"""Commands that do the same wherever they stand."""
 PLAIN = re.compile(r"(?:(?P<before>(?:cat|echo) [^|;&<>$]+) \| )?(?P<weft>weft [^|;&<>$]+)")
 """Commands that need no shell: they are forks of a process that has imported everything."""
 RUN_WITH_A_TINY_MODEL = {(ROOT / "docs/API.md", "python")}
@@ -88,8 +88,8 @@ def commands(text: str) -> list[str]:
 class Shell:
     """A folder with examples/ and deploy/ in it, the `weft` of this checkout, and the server that was started last."""
 
-    _done: ClassVar[set[tuple[str, ...]]] = set()
-    """The words of commands that were run already."""
+    _done: ClassVar[set[str]] = set()
+    """Commands that were run already and are not run again."""
 
     def __init__(self, folder: Path, plain: Server, stack: ExitStack) -> None:
         self._folder = folder
@@ -137,12 +137,12 @@ class Shell:
     def _run_weft(self, command: str) -> None:
         found = PLAIN.fullmatch(self._at_the_server(command))
         assert found is not None
-        words = tuple(shlex.split(found["weft"]))
-        (self._folder / "stdin").write_text(self._run_shell(found["before"] or ""))
-        if words not in self._done:
-            self._fork(command, forked.WEFT, *words[1:], stdin=self._folder / "stdin")
-        if ALONE.match(command):
-            self._done.add(words)
+        if command in self._done:
+            return
+        (self._folder / "stdin").write_text(self._run_shell(found["before"]) if found["before"] else "")
+        self._fork(command, forked.WEFT, *shlex.split(found["weft"])[1:], stdin=self._folder / "stdin")
+        if ALONE.match(found["weft"]):
+            self._done.add(command)
 
     def _run_shell(self, text: str) -> str:
         done = subprocess.run(
