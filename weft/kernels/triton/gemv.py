@@ -20,8 +20,6 @@ from weft.kernels.fp8 import GROUP, FloatWeight, Fp8Weight, numbers_of, scales_o
 from weft.kernels.triton.elementwise import silu_times
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
-_MAX_BLOCK_BYTES = 2048
-"""Bytes of a row of weights that a program takes at a time."""
 _NARROW = (torch.bfloat16, torch.float16)
 _GROUP = tl.constexpr(GROUP)
 
@@ -182,7 +180,7 @@ def _launch(
     if not fits(x, weight) or out.stride(1) != 1:
         raise ValueError("one row, contiguous, and weights of its narrow type")
     numbers, scales = numbers_of(weight), scales_of(weight)
-    outputs = _outputs_per_program(weight.shape[0], numbers.itemsize)
+    outputs, block_bytes = _tiling(weight.shape[0], x.shape[1], numbers.itemsize)
     own = outputs // 2 if gated else outputs
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     k = x.shape[1]
@@ -190,16 +188,19 @@ def _launch(
         x, numbers, x if scales is None else scales, x if bias is None else bias, x if norm is None else norm,
         x if residual is None else residual, out,
         num_outputs, numbers.stride(0), 0 if scales is None else scales.stride(0), eps,
-        K=k, OUTPUTS=outputs, BLOCK_K=min(_MAX_BLOCK_BYTES // numbers.itemsize, max(16, triton.next_power_of_2(k))),
+        K=k, OUTPUTS=outputs, BLOCK_K=min(block_bytes // numbers.itemsize, max(16, triton.next_power_of_2(k))),
         SCALED=scales is not None, GROUPED=scales is not None and len(scales) > 1,
         BIAS=bias is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
         num_warps=4, **launch_options(),
     )  # fmt: skip
 
 
-def _outputs_per_program(num_outputs: int, itemsize: int) -> int:
-    """Return how many outputs a program has, as measured in steps of a 7B model on an H200: eight where that leaves
-    several programs for each multiprocessor, but of weights of eight bits, which are widened, where it does not."""
+def _tiling(num_outputs: int, k: int, itemsize: int) -> tuple[int, int]:
+    """Return how many outputs a program has, and the bytes of a row of weights that it takes at a time, as measured in
+    steps of a 7B model on an H200: eight outputs where that leaves several programs for each multiprocessor, but of
+    weights of eight bits, which are widened, where it does not; of long rows of these, two."""
     if num_outputs < 2048:
-        return 2
-    return 8 if (num_outputs >= 8192) == (itemsize > 1) else 4
+        return 2, 2048
+    if itemsize == 1 and num_outputs < 8192 <= k:
+        return 2, 4096
+    return 8 if (num_outputs >= 8192) == (itemsize > 1) else 4, 2048

@@ -211,6 +211,12 @@ def prefill_attention(
     words = kv.scales.view(torch.int32) if isinstance(kv, Fp8Cache) else numbers
     if not numbers.is_contiguous() or qkv.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("rows and the cache must be contiguous")
+    if num_rows >= _MANY_ROWS and not is_fp8 and _is_wide(qkv, heads, numbers):
+        from weft.kernels.triton.wide_prefill import wide_prefill_attention
+
+        scale = heads.scale * _LOG2_E
+        wide_prefill_attention(qkv, heads, numbers, block_tables, lengths, query_starts, scale, out)
+        return out
     config = prefill_config(num_rows, qkv.itemsize, heads.head_dim, is_fp8)
     # Enough for the sequences' tiles and those of the rows behind, however the rows are shared out.
     most_tiles = triton.cdiv(num_rows, config.queries) + num_sequences
@@ -225,6 +231,17 @@ def prefill_attention(
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, **launch_options(),
     )  # fmt: skip
     return out
+
+
+def _is_wide(qkv: Tensor, heads: HeadShape, numbers: Tensor) -> bool:
+    """Return whether there is the kernel for compute capability 9: it computes the same, faster."""
+    return (
+        (qkv.dtype, heads.head_dim, numbers.shape[1]) == (numbers.dtype, 128, 16)
+        and qkv.itemsize == 2
+        and not triton.knobs.runtime.interpret
+        and triton.runtime.driver.active.get_current_target().arch == 90
+        and is_on("wide-prefill")
+    )
 
 
 _LIBRARY_TOKENS = range(1024, 8193, 256)
