@@ -1057,6 +1057,7 @@ def cases() -> dict[str, Callable[[], None]]:
             add(check_int4_floats, n, k, 32, FP16, bits, True)
         add(check_int4_floats, n, k, k, BF16, 8)
         add(check_int4_floats, n, k, k, FP16, 8)
+    add(check_int8, 300, 70_000, 128, 128, BF16, False)
     for rows in (1, 8, 32, 48, 128, 256, 300):
         add(check_int4_replay, rows, 4096, 11008)
         add(check_int4_replay, rows, 4096, 11008, 8)

@@ -152,10 +152,10 @@ def test_blocks_of_a_gguf_file_stay_quantised_on_a_gpu(tiny_gguf: Callable[[str,
 
 def test_int8_takes_half_of_bfloat16_and_a_third_of_float32(llama_8b: ModelFiles) -> None:
     plain, rounded = (plan_load(config(quantization=kind), llama_8b, gpus(80)) for kind in ("", "int8"))
-    tables = 2 * 128256 * 4096
-    assert rounded.weights - 2 * tables == pytest.approx((plain.weights - 2 * tables) / 2, rel=1e-3)
+    embedding = 128256 * 4096
+    assert rounded.weights - 2 * embedding == pytest.approx((plain.weights - 2 * embedding) / 2, rel=1e-3)
     plain, rounded = (plan_load(config(quantization=kind), llama_8b, ROOMY) for kind in ("", "int8"))
-    assert rounded.weights - 4 * tables == pytest.approx((plain.weights - 4 * tables) * 1.125 / 4, rel=1e-3)
+    assert rounded.weights - 4 * embedding == pytest.approx((plain.weights - 4 * embedding) * 1.125 / 4, rel=1e-3)
 
 
 def test_what_is_quantised_while_it_is_loaded_is_not_refused_as_it_is_in_the_file(llama_8b: ModelFiles) -> None:

@@ -18,7 +18,7 @@ from weft.hub.resolve import resolve
 from weft.kernels.int_weights import GROUP, IntGroups, IntWeight, pack, quantised_groups
 from weft.kernels.reference import linear
 from weft.kernels.weights import DecoderWeights
-from weft.machine.memory import int4_bytes
+from weft.machine.memory import int4_bytes, int8_head_bytes
 from weft.machine.model_size import size_of
 from weft.model.dense import DenseConfig
 from weft.model.loader import LinearLoading, load_weights, open_model, pairs_from_halves
@@ -207,7 +207,9 @@ def test_what_a_plan_counts_is_what_is_held(method: str, tmp_path: Path) -> None
     assert stored.int4 == config.num_layers * 128 * (4 * 128 + 3 * 160)
     assert weights.num_bytes == pytest.approx(stored.held_as_integers(torch.float16), rel=0.3)
     _, quantised = read(plain, "int4")
-    assert quantised.num_bytes == pytest.approx(int4_bytes(config, torch.float16), rel=0.3)
+    assert quantised.num_bytes == pytest.approx(
+        int4_bytes(config, torch.float16) + int8_head_bytes(config, torch.float16), rel=0.3
+    )
     assert stored.held_bytes(torch.float32, unpacked=True) == pytest.approx(
         size_of(resolve(str(plain))).weights.held_bytes(torch.float32, unpacked=True), rel=0.1
     )

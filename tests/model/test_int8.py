@@ -24,7 +24,7 @@ from weft.kernels.int_weights import IntGroups, IntWeight, int8_rows, joined, pa
 from weft.kernels.panel_format import PanelLayout
 from weft.kernels.quantised import QuantisedWeight
 from weft.kernels.reference import linear
-from weft.machine.memory import int8_bytes
+from weft.machine.memory import int8_bytes, int8_head_bytes
 from weft.machine.model_size import size_of
 from weft.model.loader import load_weights, open_model
 
@@ -62,7 +62,10 @@ def test_all_linear_weights_are_quantised(tmp_path: Path) -> None:
                 held, weight = getattr(layer, name), getattr(wanted, name)
                 assert isinstance(held, IntWeight) and held.bits == 8
                 assert ((held.dequantised() - weight).abs() <= weight.abs().amax(1, keepdim=True) / 127 * 0.51).all()
-    assert weights.num_bytes == pytest.approx(int8_bytes(config, torch.float32), rel=0.3)
+        assert isinstance(weights.head, IntWeight) and weights.head.bits == 8
+    assert weights.num_bytes == pytest.approx(
+        int8_bytes(config, torch.float32) + int8_head_bytes(config, torch.float32), rel=0.3
+    )
 
 
 def test_a_cpu_has_them_in_panels(tmp_path: Path) -> None:
@@ -81,7 +84,9 @@ def test_a_cpu_has_them_in_panels(tmp_path: Path) -> None:
                 assert isinstance(held, QuantisedWeight) and held.format.bits == 8
                 blocks = weight.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, dim=1)
                 assert ((held.dequantised() - weight).abs() <= blocks / 127 * 0.6).all()
-        assert weights.num_bytes == pytest.approx(int8_bytes(config, torch.float32, in_panels=True), rel=0.02)
+        assert isinstance(weights.head, QuantisedWeight)
+        head = int8_head_bytes(config, torch.float32, in_panels=True)
+        assert weights.num_bytes == pytest.approx(int8_bytes(config, torch.float32, in_panels=True) + head, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,12 @@ class LayerWeights(NamedTuple):
 
 
 class DecoderWeights(NamedTuple):
-    """A whole decoder. `head` is `embedding` itself where the two are tied."""
+    """A whole decoder. `head` is `embedding` itself where the two are tied, or made of it where it is quantised."""
 
     embedding: Table
     layers: list[LayerWeights]
     norm: Tensor
-    head: Table
+    head: Weight
     rope_factors: Tensor | None = None
     """Divisors of the rotary frequencies, where the checkpoint has its own."""
 

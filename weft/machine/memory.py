@@ -255,6 +255,12 @@ def _quantised_bytes(config: Shape, dtype: NumberType, *, bits: int, bytes_of_gr
     return config.num_layers * (numbers * bits // 8 + bytes_of_group * groups) + others * dtype.itemsize
 
 
+def int8_head_bytes(config: Shape, dtype: NumberType, *, in_panels: bool = False) -> int:
+    """Return what a head of eight bits adds to the bytes of the weights: less than none where it is not tied."""
+    head = config.vocab_size * config.hidden_size
+    return (head * 9 // 8 if in_panels else head) - (0 if config.tied_embeddings else head * dtype.itemsize)
+
+
 def activations_bytes(config: Shape, dtype: NumberType, num_tokens: int) -> int:
     """Return the bytes of the activations of so many tokens in one layer."""
     queries, keys_values = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim

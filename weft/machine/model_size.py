@@ -26,6 +26,7 @@ from weft.machine.memory import (
     fp8_bytes,
     int4_bytes,
     int8_bytes,
+    int8_head_bytes,
     num_parameters,
     slot_rank,
 )
@@ -219,13 +220,14 @@ def _block_bytes(held: list[GgufTensor]) -> int:
 def quantised_bytes(geometry: Shape, weights: Weights, quantization: str, dtype: NumberType, *, on_gpu: bool) -> int:
     """Return the bytes of weights that the native engine quantises while it loads them, or holds on a GPU as the files
     have them where no quantisation is asked for."""
+    head = int8_head_bytes(geometry, dtype, in_panels=not on_gpu) if quantization else 0
     if quantization == "fp8" or (weights.fp8 and not quantization):
-        return fp8_bytes(geometry, dtype, grouped=weights.has_fp8_blocks)
+        return fp8_bytes(geometry, dtype, grouped=weights.has_fp8_blocks) + head
     if quantization == "int4" and not weights.int4:
-        return int4_bytes(geometry, dtype)
+        return int4_bytes(geometry, dtype) + head
     if quantization == "int8" and not (weights.int8 and on_gpu):
-        return int8_bytes(geometry, dtype, in_panels=not on_gpu)
-    return weights.block_bytes or weights.held_as_integers(dtype)
+        return int8_bytes(geometry, dtype, in_panels=not on_gpu) + head
+    return (weights.block_bytes or weights.held_as_integers(dtype)) + head
 
 
 def _from_config(facts: Mapping[str, Any]) -> Geometry | None:

@@ -210,6 +210,8 @@ def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, CutSource]]:
 
 
 LinearLoading: TypeAlias = Literal["dequantise", "keep", "fp8", "int4", "int8"]
+_QUANTISED_ROWS = 1 << 14
+"""Rows of a weight that are quantised at a time."""
 """How the decoder's linear weights are held: as floats, as the files have them, or quantised."""
 
 
@@ -269,16 +271,24 @@ class _Loading:
             layers.append(self.layer(i))
             progress(i + 1, config.num_layers)
         norm = self.one("norm", (config.hidden_size,))
-        if config.tied_embeddings:
-            head = embedding
-            self.unread.discard(self.names["head"])
-        else:
-            head = self.table({"head": config.vocab_size}, config.hidden_size)
+        head = self.head(embedding)
         self.pass_over_empty_biases()
         if self.unread:
             some = ", ".join(sorted(self.unread)[:3])
             raise ModelError(f"The model has {len(self.unread)} tensors that its kind does not know: {some}.")
         return DecoderWeights(embedding, layers, norm, head, self.rope_factors())
+
+    def head(self, embedding: Table) -> Weight:
+        """Return the weight of the logits. It has eight bits where layers are quantised while they are loaded: no layer
+        is as large, and of eight bits the logits are almost the same."""
+        if self.config.tied_embeddings:
+            self.unread.discard(self.names["head"])
+            head = embedding
+        else:
+            head = self.table({"head": self.config.vocab_size}, self.config.hidden_size)
+        if self.linears in ("fp8", "int8", "int4") and isinstance(head, Tensor):
+            return self.int8_weight(head)
+        return head
 
     def rope_factors(self) -> Tensor | None:
         if GGUF_ROPE_FACTORS not in self.source.names():
@@ -386,7 +396,8 @@ class _Loading:
     def int8_weight(self, weight: Tensor) -> Weight:
         """Quantise floats to eight bits: with a scale for each row, or in a CPU's panels for each block of it."""
         if self.panels is None:
-            return pack_ints(int8_rows(weight), self.dtype)
+            # In parts: as float32 the whole of a head may be too large.
+            return pack_ints(joined([int8_rows(part) for part in torch.split(weight, _QUANTISED_ROWS)]), self.dtype)
         if weight.shape[1] % BLOCK:
             return weight
         numbers, scales, *_ = int8_rows(weight, BLOCK)

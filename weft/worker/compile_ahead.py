@@ -58,6 +58,8 @@ class FutureSteps(NamedTuple):
     dtype: torch.dtype
     kv_dtype: torch.dtype
     linears: LinearLoading
+    has_float_head: bool
+    """Whether the head has floats, however the layers are held."""
     limits: Limits
     most_decodes: int
     """Tokens that the decodes of a captured step may have."""
@@ -78,6 +80,8 @@ class FutureSteps(NamedTuple):
         weights = load_weights(
             files, geometry, NoSource(), dtype=self.dtype, device=META, linears=self.linears, shard=self.shard
         )
+        if self.has_float_head:
+            weights = weights._replace(head=torch.empty(weights.head.shape, dtype=self.dtype, device=META))
         model = self._model(geometry, weights)
         table = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, META)
         shape = cache_shape(model.config, 2, limits.block_size)

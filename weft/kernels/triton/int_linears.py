@@ -28,6 +28,8 @@ from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs,
 MAX_ROWS = 256
 """Rows up to which weights are multiplied as they are. For 512 rows and the queries, keys and values of a 7B model that
 takes 115 us on an H200, and 104 to write the weight out and multiply it by the library."""
+_MOST_WRITTEN_OUT = 1 << 16
+"""Rows of the largest weight that is written out. A head has more, and logits are never of many rows."""
 _BLOCK, _TILE, _MIDDLE = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(MIDDLE)
 _WORDS = tl.constexpr(TILE * BLOCK // 4)
 _MULTIPROCESSORS = 132
@@ -396,7 +398,9 @@ def int_config(rows: int, num_tiles: int, num_blocks: int, gated: bool, bits: in
     jobs = triton.cdiv(num_tiles, tiles)
     neighbours, registers = (3, 168) if padded == 64 or (padded == 8 and gated) else (4, 128)
     split_k = min(neighbours * _MULTIPROCESSORS // jobs, num_blocks // (4 if padded == 8 else 8))
-    return IntConfig(padded, tiles, max(1, split_k), 4, 2 if padded == 8 else 3, registers)
+    # Gates and ups of eight bits do not leave room for more than a block of each.
+    ahead = 1 if gated and bits == 8 else 2
+    return IntConfig(padded, tiles, max(1, split_k), 4, 2 if padded == 8 else 3, registers, ahead=ahead)
 
 
 def dequantised(weight: IntWeight, dtype: torch.dtype) -> Tensor:
@@ -460,10 +464,11 @@ def _kind(weight: IntWeight) -> dict[str, int | str]:
 
 def linear(x: Tensor, weight: IntWeight, bias: Tensor | None) -> Tensor:
     x = _in_order(x, weight)
-    if len(x) > MAX_ROWS:
+    if len(x) > MAX_ROWS and weight.shape[0] <= _MOST_WRITTEN_OUT:
         return F.linear(x, dequantised(weight, x.dtype), bias)
     out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
-    product(x, weight, bias, None, out)
+    for rows, results in zip(x.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
+        product(rows, weight, bias, None, results)
     return out
 
 

@@ -234,10 +234,12 @@ def prefill_attention(
 
 
 def _is_wide(qkv: Tensor, heads: HeadShape, numbers: Tensor) -> bool:
-    """Return whether there is the kernel for compute capability 9: it computes the same, faster."""
+    """Return whether there is the kernel for compute capability 9: it computes the same, faster. Its language is new,
+    and changes with each version of Triton."""
     return (
         (qkv.dtype, heads.head_dim, numbers.shape[1]) == (numbers.dtype, 128, 16)
         and qkv.itemsize == 2
+        and triton.__version__.startswith("3.6.")
         and not triton.knobs.runtime.interpret
         and triton.runtime.driver.active.get_current_target().arch == 90
         and is_on("wide-prefill")
