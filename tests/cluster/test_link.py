@@ -175,7 +175,7 @@ async def test_an_edge_that_leaves_has_its_requests_aborted() -> None:
 
 @on_a_loop
 async def test_an_edge_that_does_not_read_is_disconnected() -> None:
-    async with served(heartbeat_timeout_s=0.5) as replica:
+    async with served(heartbeat_timeout_s=1.0) as replica:
         edge = await replica.edge()
         edge._transport.pause_reading()
         edge.send(Submit([request("a")]))
@@ -193,7 +193,7 @@ async def test_an_edge_that_does_not_read_is_disconnected() -> None:
 @on_a_loop
 async def test_a_silent_edge_is_disconnected() -> None:
     """An edge whose machine is gone closes nothing."""
-    async with served(heartbeat_timeout_s=0.5) as replica:
+    async with served(heartbeat_timeout_s=1.0) as replica:
         edge = await replica.edge()
         edge.send(Submit([request("a")]))
         await replica.submitted()
