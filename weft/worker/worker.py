@@ -273,6 +273,7 @@ class OpenModel:
         self._linears = _linears(config, stored, device, dtype, has_panels=self._panels is not None)
         self.multiplied = self._linears
         """How linear weights are held once they are loaded; "keep" for those of a GGUF file."""
+        self.has_float_head = self._linears in ("keep", "dequantise")
         if self._linears == "keep" and not stored.block_bytes:
             self.multiplied = "fp8" if stored.fp8 else "int8" if stored.int8 else "int4"
         if self._linears != "dequantise":
@@ -302,12 +303,21 @@ def _future_steps(
     """Return the steps whose kernels are known before the weights are read: those of all but GGUF files."""
     steps = [
         FutureSteps(
-            target.whole, target.dtype, kv_dtype, target.multiplied, limits, _most_decodes(limits), shard=target.shard
+            target.whole,
+            target.dtype,
+            kv_dtype,
+            target.multiplied,
+            target.has_float_head,
+            limits,
+            _most_decodes(limits),
+            shard=target.shard,
         )
     ]
     if draft is not None:
-        most, linears = limits.max_speculative_tokens, draft.multiplied
-        steps.append(FutureSteps(draft.geometry, draft.dtype, kv_dtype, linears, limits, most, with_prefills=False))
+        most, linears, is_float = limits.max_speculative_tokens, draft.multiplied, draft.has_float_head
+        steps.append(
+            FutureSteps(draft.geometry, draft.dtype, kv_dtype, linears, is_float, limits, most, with_prefills=False)
+        )
     return [one for one in steps if one.linears != "keep"]
 
 
