@@ -59,7 +59,7 @@ class FutureSteps(NamedTuple):
     kv_dtype: torch.dtype
     linears: LinearLoading
     has_float_head: bool
-    """Whether the head has floats, however the layers are held."""
+    """The head has floats, however the layers are held."""
     limits: Limits
     most_decodes: int
     """Tokens that the decodes of a captured step may have."""
