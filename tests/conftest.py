@@ -44,8 +44,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the suite in the background has it ignored, and what the tests start would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        _take_time_for_examples()
     if sys.platform == "linux" and hasattr(config, "workerinput"):
         shared_fork_server(engine_environment())
+
+
+def _take_time_for_examples() -> None:
+    """No example fails because the machine is busy: by default each has 200 ms, and its making a bound of its own."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True, scope="session")

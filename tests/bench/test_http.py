@@ -75,7 +75,7 @@ def answers_of(served: Served, times: int = 1) -> list[tuple[int, bytes]]:
     return asyncio.run(scenario())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cuts=st.lists(st.integers(min_value=1, max_value=len(WITH_TRAILER)), max_size=6))
 @pytest.mark.parametrize(
     ("data", "expected"),

@@ -56,7 +56,7 @@ def test_a_pattern_of_the_wild_means_what_peft_means(pattern: str) -> None:
     assert [name for name in NAMES if read.matches(name)] == [name for name in NAMES if re.fullmatch(pattern, name)]
 
 
-@settings(max_examples=100 * EFFORT, deadline=None)
+@settings(max_examples=100 * EFFORT)
 @given(pattern=PATTERNS, name=st.one_of(st.sampled_from(NAMES), st.text("qv_o0.-", max_size=12)))
 def test_every_pattern_that_is_read_is_matched_as_python_does(pattern: str, name: str) -> None:
     read = ModulePattern(pattern)

@@ -178,7 +178,7 @@ _EDITS = st.lists(
 )
 
 
-@settings(max_examples=150 * EFFORT, deadline=None)
+@settings(max_examples=150 * EFFORT)
 @given(edits=_EDITS, cut=st.integers(0, _SIZE) | st.just(_SIZE))
 def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     edits: list[tuple[int, bytes]], cut: int, tmp_path_factory: pytest.TempPathFactory
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     assert all(array.size == file.tensors[name].nbytes for name, array in map_tensors(file).items())
 
 
-@settings(max_examples=50 * EFFORT, deadline=None)
+@settings(max_examples=50 * EFFORT)
 @given(tail=st.binary(max_size=200))
 def test_noise_after_the_magic_is_refused_or_read(tail: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "noise.gguf"

@@ -33,7 +33,7 @@ def lasting(
     return [ClusterLoad(float(at), replicas, waiting, running, kv_usage) for at in range(math.ceil(seconds) + 1)]
 
 
-@settings(max_examples=200 * EFFORT, deadline=None)
+@settings(max_examples=200 * EFFORT)
 @given(histories, st.integers(0, 30), st.integers(0, 5), st.integers(5, 20))
 def test_it_stays_within_its_bounds(history: list[ClusterLoad], current: int, least: int, most: int) -> None:
     wanted = wanted_replicas(history, current, ScaleLimits(least, most))
@@ -41,7 +41,7 @@ def test_it_stays_within_its_bounds(history: list[ClusterLoad], current: int, le
     assert wanted == wanted_replicas(history, current, ScaleLimits(least, most))
 
 
-@settings(max_examples=100 * EFFORT, deadline=None)
+@settings(max_examples=100 * EFFORT)
 @given(st.integers(1, 10), st.integers(0, 400), st.integers(0, 400), st.floats(0, 1))
 def test_more_waiting_never_wants_fewer(replicas: int, waiting: int, more: int, kv_usage: float) -> None:
     few = lasting(10, replicas, waiting, 1, kv_usage)
@@ -49,7 +49,7 @@ def test_more_waiting_never_wants_fewer(replicas: int, waiting: int, more: int, 
     assert wanted_replicas(few, replicas, LIMITS) <= wanted_replicas(many, replicas, LIMITS)
 
 
-@settings(max_examples=100 * EFFORT, deadline=None)
+@settings(max_examples=100 * EFFORT)
 @given(st.floats(0, 14), st.integers(1, 20))
 def test_a_steady_load_comes_to_rest(total_kv: float, current: int) -> None:
     """Whatever the number is at first: under a load that does not change it is right after a while, and stays."""

@@ -154,7 +154,7 @@ events = st.lists(
 
 
 @given(events)
-@settings(max_examples=100 * EFFORT, deadline=None)
+@settings(max_examples=100 * EFFORT)
 def test_whatever_happens_only_drained_replicas_end_and_the_number_is_right_at_last(
     happened: list[tuple[str, int]],
 ) -> None:

@@ -107,7 +107,7 @@ class Model:
                 self.router.ended(*self.open.pop(rnd.randrange(len(self.open))))
 
 
-@settings(max_examples=100 * EFFORT, deadline=None)
+@settings(max_examples=100 * EFFORT)
 @given(seeds)
 def test_the_index_holds_what_was_published(seed: int) -> None:
     model = Model(seed)
@@ -131,7 +131,7 @@ def test_the_index_holds_what_was_published(seed: int) -> None:
     assert all(replica.prefill_tokens == 0 for replica in router._replicas.values())
 
 
-@settings(max_examples=100 * EFFORT, deadline=None)
+@settings(max_examples=100 * EFFORT)
 @given(seeds)
 def test_a_replica_that_is_dead_draining_or_excluded_is_never_chosen(seed: int) -> None:
     model = Model(seed)
@@ -143,7 +143,7 @@ def test_a_replica_that_is_dead_draining_or_excluded_is_never_chosen(seed: int) 
         assert chosen in able if able else chosen is None
 
 
-@settings(max_examples=30 * EFFORT, deadline=None)
+@settings(max_examples=30 * EFFORT)
 @given(seeds)
 def test_the_same_calls_give_the_same_choices(seed: int) -> None:
     models = Model(seed), Model(seed)
@@ -162,7 +162,7 @@ def cost(model: Model, name: str, request: RouteRequest) -> float:
     return model.router._replicas[name].tokens + request.num_tokens - CACHED_WEIGHT * KEY * depth
 
 
-@settings(max_examples=100 * EFFORT, deadline=None)
+@settings(max_examples=100 * EFFORT)
 @given(seeds)
 def test_nothing_is_much_cheaper_than_what_is_chosen(seed: int) -> None:
     """The bound on imbalance: load is taken upon a request only for tokens that it saves, up to one bucket."""
@@ -267,7 +267,7 @@ def test_an_image_goes_where_a_latent_slot_is_free() -> None:
     assert router.choose(asking()) == "full", "text needs no slot"
 
 
-@settings(max_examples=30 * EFFORT, deadline=None)
+@settings(max_examples=30 * EFFORT)
 @given(seeds, st.integers(2, 40))
 def test_a_tenant_that_floods_leaves_replicas_to_others(seed: int, num_replicas: int) -> None:
     """One tenant sends ten requests to each replica's one of another; the prompts of all of its have one prefix, which
@@ -292,7 +292,7 @@ def test_a_tenant_that_floods_leaves_replicas_to_others(seed: int, num_replicas:
     assert min(sent) > 0, "a flood is spread over all replicas"
 
 
-@settings(max_examples=100 * EFFORT, deadline=None)
+@settings(max_examples=100 * EFFORT)
 @given(st.dictionaries(st.sampled_from("abcdet"), st.integers(1, 40), max_size=6), st.integers(1, 30))
 def test_a_request_waits_for_what_a_fair_engine_computes_before_it(waiting: dict[str, int], missing: int) -> None:
     router = Router(KEY)
@@ -311,7 +311,7 @@ def test_a_request_waits_for_what_a_fair_engine_computes_before_it(waiting: dict
     assert router._replicas["r"].tokens_before("t", missing) == before + own
 
 
-@settings(max_examples=30 * EFFORT, deadline=None)
+@settings(max_examples=30 * EFFORT)
 @given(seeds, st.integers(2, 40), st.integers(1, 400))
 def test_a_flood_drives_no_other_tenant_from_what_it_has_cached(seed: int, num_replicas: int, flood: int) -> None:
     router, rnd = Router(KEY, seed), random.Random(seed)
@@ -327,7 +327,7 @@ def test_a_flood_drives_no_other_tenant_from_what_it_has_cached(seed: int, num_r
     assert router.choose(asking(keys, tenant="light")) == "r0"
 
 
-@settings(max_examples=20 * EFFORT, deadline=None)
+@settings(max_examples=20 * EFFORT)
 @given(seeds, st.integers(2, 60))
 def test_equal_requests_are_spread_evenly(seed: int, num_replicas: int) -> None:
     router = Router(KEY, seed)

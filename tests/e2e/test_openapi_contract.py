@@ -88,7 +88,6 @@ def try_out(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode, s
         max_examples=NUM_LARGE_CASES if operation.path in LARGE else NUM_CASES,
         derandomize=True,
         database=None,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

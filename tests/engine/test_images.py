@@ -114,7 +114,7 @@ def test_an_image_for_which_there_is_never_memory_ends_alone(where: str, overlap
     assert_undisturbed([one for one in MIXED if one.request_id != "i3"], events)
 
 
-@settings(max_examples=40 * EFFORT, deadline=None)
+@settings(max_examples=40 * EFFORT)
 @given(
     seed=st.integers(0, 2**32),
     where=st.sampled_from(WHERE),

@@ -53,7 +53,7 @@ def total(entries: list[Entry]) -> Queued:
     return Queued(len(entries), sum(queued_tokens(entry.request) for entry in entries))
 
 
-@settings(max_examples=150 * EFFORT, deadline=None)
+@settings(max_examples=150 * EFFORT)
 @given(actions=st.lists(ACTIONS, max_size=60))
 def test_the_counts_are_those_of_the_entries(actions: list[tuple[str, str]]) -> None:
     journal = Journal()

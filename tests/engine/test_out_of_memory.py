@@ -252,7 +252,7 @@ def test_no_memory_to_prepare_with_is_no_fault() -> None:
     assert runner.preparations == 1
 
 
-@settings(max_examples=75 * EFFORT, deadline=None)
+@settings(max_examples=75 * EFFORT)
 @given(
     seed=st.integers(0, 2**32),
     where=st.sampled_from(WHERE),

@@ -94,7 +94,7 @@ def test_nothing_is_collected_unasked() -> None:
     assert simulation.scheduler.pool.on_forget is None and simulation.scheduler.prefixes._published is None
 
 
-@settings(max_examples=50 * EFFORT, deadline=None)
+@settings(max_examples=50 * EFFORT)
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_the_published_keys_are_those_of_the_cache(seed: int, most: int) -> None:
     """Whatever is cached, shared, evicted and forgotten: changes add up to keys that are cached, and to all of them

@@ -50,7 +50,7 @@ async def read_all(inbox: Inbox) -> list[FromEngine]:
     return messages
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cuts=st.lists(st.integers(min_value=0, max_value=200), max_size=8))
 def test_messages_come_out_however_their_bytes_are_cut(cuts: list[int]) -> None:
     data = b"".join(map(frame, MESSAGES))

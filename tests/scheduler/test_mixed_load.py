@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.effort import EFFORT
@@ -213,7 +213,7 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=40 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40 * EFFORT)
 @given(workloads())
 def test_every_request_ends_once_with_what_it_asked_for(load: dict) -> None:
     rnd = random.Random(load["seed"])

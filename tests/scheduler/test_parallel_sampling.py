@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -203,7 +203,7 @@ def families(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=35 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=35 * EFFORT)
 @given(families())
 def test_families_end_with_their_own_tokens_whoever_is_aborted(load: dict) -> None:
     rnd = random.Random(load["seed"])

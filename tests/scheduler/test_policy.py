@@ -126,7 +126,7 @@ def test_prefills_follow_the_time_that_steps_take() -> None:
 GOAL = 0.2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     token_cost=st.floats(1e-4, 5e-3),
     growth=st.floats(0, 1 / 400),

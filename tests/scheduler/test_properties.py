@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.effort import EFFORT
@@ -62,7 +62,7 @@ def with_rows(prompt: list[int], rnd: random.Random) -> MixedPrompt:
     return MixedPrompt.of([prompt[:start], rows, prompt[stop:]])
 
 
-@settings(max_examples=75 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=75 * EFFORT)
 @given(workloads())
 def test_every_request_ends_once_with_its_own_tokens(load: dict) -> None:
     rnd = random.Random(load["seed"])

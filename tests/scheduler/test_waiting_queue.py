@@ -177,7 +177,7 @@ class Bare:
         self.ended |= {event.request_id for event in scheduler.apply(plan, result).events if event.finish}
 
 
-@settings(max_examples=20 * EFFORT, deadline=None)
+@settings(max_examples=20 * EFFORT)
 @given(
     rows=st.integers(1, 8), chunk=st.integers(4, 40), loads=st.lists(st.integers(1, 10), min_size=2, max_size=5),
     priorities=st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=4), min_size=5, max_size=5),

@@ -23,7 +23,7 @@ def streamed(
     return "".join(pushed) + detokenizer.flush()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ids=ids_of_both, cuts=cuts, prompt=ids_of_both, skip=st.booleans())
 def test_the_text_does_not_depend_on_how_tokens_are_grouped(
     byte_level: Tokenizer, sentencepiece: Tokenizer, ids: list[int], cuts: list[int], prompt: list[int], skip: bool
@@ -36,7 +36,7 @@ def test_the_text_does_not_depend_on_how_tokens_are_grouped(
         assert "".join(map(detokenizer.push_one, ids)) + detokenizer.flush() == whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ids=ids_of_both, prompt=ids_of_both, skip=st.booleans())
 def test_a_token_alone_shows_what_it_shows_in_a_group(
     byte_level: Tokenizer, sentencepiece: Tokenizer, ids: list[int], prompt: list[int], skip: bool
@@ -46,7 +46,7 @@ def test_a_token_alone_shows_what_it_shows_in_a_group(
         assert [alone.push_one(token) for token in ids] == [grouped.push([token]) for token in ids]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ids=ids_of_both, skip=st.booleans())
 def test_random_tokens_give_what_decode_gives(
     byte_level: Tokenizer, sentencepiece: Tokenizer, ids: list[int], skip: bool
@@ -59,7 +59,7 @@ def test_random_tokens_give_what_decode_gives(
         assert streamed(sentencepiece, ids, every, skip=skip) == whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     prompt=st.text(alphabet="the wand .你好🎉é", max_size=12), output=st.text(alphabet="the wand\n你界🎉é", max_size=12)
 )
@@ -75,7 +75,7 @@ def test_the_output_continues_the_prompt(
         assert before + streamed(tokenizer, ids, range(len(ids)), prompt_ids) == tokenizer.decode(prompt_ids + ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=20), cuts=cuts)
 def test_any_text_comes_back_from_its_tokens(
     byte_level: Tokenizer, sentencepiece: Tokenizer, text: str, cuts: list[int]

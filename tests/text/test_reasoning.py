@@ -64,7 +64,7 @@ def test_an_answer_may_begin_inside_reasoning(text: str, answer: ParsedAnswer) -
     assert parse(text, opened=True) == answer
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     reasoning=st.text(alphabet="ab<é🎉 \n", max_size=12).map(lambda text: f"a{text}b"),
     content=st.text(alphabet="ab</think>é🎉 \n", max_size=12).map(lambda text: f"a{text}"),

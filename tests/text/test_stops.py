@@ -32,7 +32,7 @@ def streamed(chunks: list[str], stops: tuple[str, ...], include: bool) -> tuple[
     return shown + watcher.flush(), None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     text=st.text(alphabet="ab。", max_size=9),
     stops=st.lists(st.text(alphabet="ab。", min_size=1, max_size=4), max_size=4).map(tuple),
@@ -47,7 +47,7 @@ def test_every_way_to_cut_the_text_gives_the_oracles_answer(text: str, stops: tu
             assert streamed(chunks, stops, include) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     text=st.text(alphabet="ab", max_size=30),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1),

@@ -149,7 +149,7 @@ def _sentencepiece_by_hand(assets: TextAssets, text: str) -> list[int]:
     return result
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(alphabet="thewandrig .你好世🎉é ", max_size=24))
 def test_a_sentencepiece_vocabulary_joins_the_best_scored_pieces(
     sentencepiece: Tokenizer, llama_assets: TextAssets, text: str

@@ -100,7 +100,7 @@ SETUPS = [
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: "-".join(str(getattr(s, "name", s)) for s in setup))
-@settings(max_examples=15 * EFFORT, deadline=None)
+@settings(max_examples=15 * EFFORT)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 400), max_size=12), declared=st.sampled_from([None, DECLARED]))
 def test_every_way_to_cut_the_text_gives_the_same_answer(
     setup: tuple[ToolStyle | None, ReasoningStyle | None, bool],
@@ -122,7 +122,7 @@ def test_every_way_to_cut_the_text_gives_the_same_answer(
 
 
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=40 * EFFORT, deadline=None)
+@settings(max_examples=40 * EFFORT)
 @given(text=TEXTS)
 def test_text_without_a_call_is_content_unchanged(name: str, text: str) -> None:
     answer = parse(name, text)
@@ -133,7 +133,7 @@ def test_text_without_a_call_is_content_unchanged(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=15 * EFFORT, deadline=None)
+@settings(max_examples=15 * EFFORT)
 @given(calls=CALLS, cuts=st.lists(st.integers(0, 1000), max_size=12))
 def test_what_a_model_should_write_is_read_exactly(name: str, calls: list[tuple[str, str]], cuts: list[int]) -> None:
     text = STYLES[name].shape.write(calls)
@@ -147,7 +147,7 @@ WORDS = st.text(alphabet="abé🎉,. <[", min_size=1, max_size=8).map(lambda tex
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "mistral-args"])
-@settings(max_examples=25 * EFFORT, deadline=None)
+@settings(max_examples=25 * EFFORT)
 @given(calls=CALLS, before=WORDS, between=st.sampled_from(["", " ", "\n", "\r\n\t"]), after=WORDS)
 def test_content_around_calls_is_kept(
     name: str, calls: list[tuple[str, str]], before: str, between: str, after: str
@@ -159,7 +159,7 @@ def test_content_around_calls_is_kept(
 
 
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=15 * EFFORT, deadline=None)
+@settings(max_examples=15 * EFFORT)
 @given(arguments=ARGUMENTS)
 def test_arguments_in_a_string_are_decoded(name: str, arguments: str) -> None:
     if name == "mistral-args":
@@ -170,7 +170,7 @@ def test_arguments_in_a_string_are_decoded(name: str, arguments: str) -> None:
 
 
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=15 * EFFORT, deadline=None)
+@settings(max_examples=15 * EFFORT)
 @given(calls=CALLS, data=st.data())
 def test_a_text_cut_off_anywhere_gives_whole_calls_and_at_most_one_in_part(
     name: str, calls: list[tuple[str, str]], data: st.DataObject
@@ -189,7 +189,7 @@ def test_a_text_cut_off_anywhere_gives_whole_calls_and_at_most_one_in_part(
 
 @pytest.mark.parametrize("reasoning", [None, REASONING_STYLES[0]])
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=15 * EFFORT, deadline=None)
+@settings(max_examples=15 * EFFORT)
 @given(calls=CALLS, before=st.sampled_from(["", "Let me look.\n"]), data=st.data())
 def test_an_answer_that_is_cut_in_a_call_has_no_markup_in_its_content(
     name: str, reasoning: ReasoningStyle | None, calls: list[tuple[str, str]], before: str, data: st.DataObject

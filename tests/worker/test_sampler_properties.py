@@ -125,7 +125,7 @@ def check(token: int, logits: list[float], wanted: Target) -> None:
 
 
 @given(batches)
-@settings(max_examples=60 * EFFORT, deadline=None)
+@settings(max_examples=60 * EFFORT)
 def test_every_row_is_the_oracles(batch: list[tuple[list[float], Target]]) -> None:
     logits = torch.tensor([row for row, _ in batch])
     before = logits.clone()
@@ -147,7 +147,7 @@ def test_every_row_is_the_oracles(batch: list[tuple[list[float], Target]]) -> No
 
 
 @given(batches, st.randoms(use_true_random=False), tokens)
-@settings(max_examples=60 * EFFORT, deadline=None)
+@settings(max_examples=60 * EFFORT)
 def test_company_order_and_old_tokens_change_nothing(
     batch: list[tuple[list[float], Target]], order: Any, stale: int
 ) -> None:
@@ -160,7 +160,7 @@ def test_company_order_and_old_tokens_change_nothing(
 
 
 @given(batches)
-@settings(max_examples=20 * EFFORT, deadline=None)
+@settings(max_examples=20 * EFFORT)
 def test_what_is_sampled_is_in_the_table(batch: list[tuple[list[float], Target]]) -> None:
     logits, wanted = torch.tensor([row for row, _ in batch]), [wanted for _, wanted in batch]
     table, positions = table_of(wanted), [len(one.history) for one in wanted]

@@ -143,7 +143,7 @@ def test_thoughts_text_and_calls_are_blocks_in_order() -> None:
     assert body["stop_reason"] == "tool_use"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     cuts=st.lists(st.integers(1, len(EVERYTHING) - 1), max_size=30),
     text=st.sampled_from([EVERYTHING, CALLS, "No call < at <tool all.", f"{CALLS}\nAnd more text."]),

@@ -118,7 +118,7 @@ def test_predictions_of_one_stream_run_side_by_side() -> None:
     asyncio.run(scenario())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.sampled_from([0, 2, 50, "x", "世", "\n"]), max_size=12), min_size=1, max_size=8))
 def test_any_mixture_comes_out_in_order(scripts: list[list[Any]]) -> None:
     def played(script: list[Any]) -> list[Step]:

@@ -161,7 +161,7 @@ def test_completion_logprobs_whole_and_streamed() -> None:
         assert [value for logprobs in streamed for value in logprobs[name]] == values
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(texts=st.lists(st.text(max_size=8), min_size=1, max_size=6))
 def test_the_pieces_of_a_stream_are_the_whole(texts: list[str]) -> None:
     script = answer(*texts)

@@ -160,7 +160,7 @@ def test_thoughts_text_and_calls_are_items_in_order() -> None:
     assert [tool["name"] for tool in body["tools"]] == ["weather", "time"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     cuts=st.lists(st.integers(1, len(EVERYTHING) - 1), max_size=30),
     text=st.sampled_from([EVERYTHING, CALLS, "No call < at <tool all.", f"{CALLS}\nAnd more text.", ""]),

@@ -92,7 +92,7 @@ PATCH: dict[str, Any] = {
 DIFF = '*** Begin "Patch"\n+\tä 😀 \\n\n*** End'
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cuts=st.lists(st.integers(1, 300), max_size=60), ascii=st.booleans())
 def test_a_custom_tool_is_called_with_its_text(cuts: list[int], ascii: bool) -> None:
     arguments = json.dumps({"input": DIFF}, ensure_ascii=ascii)
@@ -221,7 +221,7 @@ def test_reasoning_can_be_left_out() -> None:
 
 
 @given(cuts=st.lists(st.integers(1, len(TEXT)), max_size=20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_stream_put_together_is_the_whole(cuts: list[int]) -> None:
     message, finish = streamed(TEXT, cuts, tools=[WEATHER, TIME])
     expected = whole(TEXT, tools=[WEATHER, TIME])
