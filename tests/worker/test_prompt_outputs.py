@@ -115,6 +115,18 @@ def test_the_torch_path_scores_the_same(tiny: tuple[Driven, Any], judge: Any) ->
             torch.testing.assert_close(vector(outcome, f"{pooling} {i}"), expected, atol=1e-5, rtol=0)
 
 
+def test_an_embedding_does_not_depend_on_where_its_prompt_is_cut(tiny: tuple[Driven, Any]) -> None:
+    """To the bit: how much of a prompt a step computes follows the time that steps take."""
+    driven, _ = tiny
+    prompt = [(13 * i + i // 7) % VOCAB_SIZE for i in range(100)]
+    for pooling in Pooling:
+        asked = [embedding("e", prompt, pooling)]
+        vectors = {
+            run(driven, asked, max_prefill_chunk=chunk).outputs["e"].embedding for chunk in (128, *range(1, 64, 6))
+        }
+        assert len(vectors) == 1
+
+
 def test_a_prompt_token_scores_what_it_would_as_a_sampled_one(tiny: tuple[Driven, Any]) -> None:
     """To the bit: the same logits, and the same way from them."""
     driven, _ = tiny

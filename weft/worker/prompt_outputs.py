@@ -85,7 +85,7 @@ class PromptOutputs:
         self._table = table
         self._denoiser = denoiser
         self._sums: dict[int, Tensor] = {}
-        """Sums of the hidden states so far, in float32, by row."""
+        """Sums of the hidden states so far, by row; in float64, so that where prompts are cut makes no difference."""
 
     def forget(self, rows: list[int]) -> None:
         for row in rows:
@@ -129,13 +129,13 @@ class PromptOutputs:
                 self._denoiser.keep_hidden_states(request, row.start, hidden)
                 is_finite.append(hidden.isfinite().all())
         # A sum of vectors has the direction of their mean.
-        vectors = torch.nn.functional.normalize(torch.stack(ends) if ends else states.hidden[:0].float())
+        vectors = torch.nn.functional.normalize(torch.stack(ends) if ends else states.hidden[:0].double()).float()
         finite = to_host(torch.stack(is_finite) if is_finite else states.hidden[:0, 0].isfinite())
         return RowOutputBatch(requests, to_host(logprobs), to_host(vectors), finite, arrival_of(logprobs))
 
     def _pooled(self, row: Row, request: Pooled, states: Tensor) -> list[Tensor]:
         """Return the sum of a prompt's hidden states where the prompt ends, and an empty list before."""
-        total = states.float().sum(0)
+        total = states.sum(0, dtype=torch.float64)
         if request.pooling is Pooling.MEAN and row.start > 0:
             total = total + self._sums[row.row]
         if request.is_end:
