@@ -2,6 +2,7 @@
 four or eight bits or e4m3, or with a KV cache of e4m3, halves or int8, against the same in floats.
 
     python -m tests.kernels.accuracy [--quantization fp8|int8|int4] [--kv-cache-dtype fp8|fp16|int8]
+    python -m tests.kernels.accuracy --quantization fp8 --weights-alone
     python -m tests.kernels.accuracy --blocks Q4_1|Q8_0|Q4_K|Q6_K
 
 With blocks, a copy of the model in such blocks, or the file itself, is held as on a GPU, its scales as bfloat16,
@@ -27,9 +28,9 @@ from tests.quantised_models import gguf_blocks
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import text_assets
 from weft.hub.resolve import resolve
-from weft.kernels import REFERENCE, AttentionBatch
+from weft.kernels import REFERENCE, AttentionBatch, Ops, reference
 from weft.kernels.cpu import native_step, panel_layout
-from weft.kernels.fp8 import E4M3
+from weft.kernels.fp8 import E4M3, Fp8Weight, rounded_rows
 from weft.kernels.int_weights import IntWeight
 from weft.kernels.kv_cache import zero_cache
 from weft.kernels.panel_format import PanelLayout
@@ -42,6 +43,23 @@ from weft.worker.memory_profile import cache_shape
 TEXT = Path(__file__).with_name("opticks.txt")
 BLOCK = 16
 KV_DTYPES = {"fp8": E4M3, "fp16": torch.float16, "int8": torch.int8}
+
+
+def _linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """Round the inputs of a weight of e4m3, as GPUs do with those of several tokens."""
+    return reference.linear(rounded_rows(x) if isinstance(weight, Fp8Weight) else x, weight, bias)
+
+
+def _linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:
+    residual.add_(_linear(x, weight, bias))
+
+
+ROUNDING = REFERENCE._replace(
+    linear=_linear,
+    norm_linear=lambda x, norm, eps, weight, bias: _linear(reference.rms_norm(x, norm, eps), weight, bias),
+    norm_gate_up=lambda x, norm, eps, weight: reference.silu_mul(_linear(reference.rms_norm(x, norm, eps), weight)),
+    linear_add=_linear_add,
+)
 
 
 class Accuracy(Struct, frozen=True):
@@ -60,13 +78,17 @@ class Accuracy(Struct, frozen=True):
 
 
 def measure(
-    files: ModelFiles, num_tokens: int, linears: LinearLoading = "dequantise", kv_dtype: torch.dtype = torch.float32
+    files: ModelFiles,
+    num_tokens: int,
+    linears: LinearLoading = "dequantise",
+    kv_dtype: torch.dtype = torch.float32,
+    ops: Ops = ROUNDING,
 ) -> Accuracy:
     tokenizer = Tokenizer.from_assets(text_assets(files))
     tokens = torch.tensor(tokenizer.encode(TEXT.read_text())[:num_tokens])
     exact = _log_probabilities(files, None, tokens)
     panels = panel_layout() if (linears, kv_dtype) == ("dequantise", torch.float32) else None
-    rounded = _log_probabilities(files, panels, tokens, linears, kv_dtype)
+    rounded = _log_probabilities(files, panels, tokens, linears, kv_dtype, ops)
     following = tokens[1:, None]
     return Accuracy(
         num_tokens=len(tokens),
@@ -83,6 +105,7 @@ def _log_probabilities(
     tokens: Tensor,
     linears: LinearLoading = "dequantise",
     kv_dtype: torch.dtype = torch.float32,
+    ops: Ops = REFERENCE,
 ) -> Tensor:
     device = torch.device("cpu")
     with open_model(files) as (config, source):
@@ -97,7 +120,7 @@ def _log_probabilities(
         weights = weights._replace(layers=layers)
     count = len(tokens)
     num_blocks = -(-count // BLOCK)
-    model = DenseModel(config, weights, REFERENCE, num_blocks * BLOCK)
+    model = DenseModel(config, weights, ops, num_blocks * BLOCK)
     cache = zero_cache(cache_shape(config, num_blocks + 1, BLOCK), kv_dtype, device)
     batch = AttentionBatch(
         num_decodes=0,
@@ -152,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--quantization", choices=["fp8", "int8", "int4"])
+    parser.add_argument("--weights-alone", action="store_true", help="do not round the inputs of weights of e4m3")
     parser.add_argument("--kv-cache-dtype", choices=list(KV_DTYPES))
     parser.add_argument("--blocks", choices=["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K"])
     asked = parser.parse_args()
@@ -162,7 +186,7 @@ def main() -> None:
         if asked.blocks not in (None, "Q4_1"):
             files = in_blocks(files, asked.blocks, Path(folder))
         linears = "keep" if asked.blocks else asked.quantization or "dequantise"
-        found = measure(files, asked.tokens, linears, kv_dtype)
+        found = measure(files, asked.tokens, linears, kv_dtype, REFERENCE if asked.weights_alone else ROUNDING)
     print(f"tokens                {found.num_tokens:,}")
     print(f"perplexity, floats    {found.perplexity:.4f}")
     print(f"perplexity, rounded   {found.rounded_perplexity:.4f} ({found.loss:+.3%})")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from weft.checkpoint.model_files import ModelFiles
 
 pytest.importorskip("numba")
 
-from tests.kernels.accuracy import measure
-from weft.kernels.fp8 import E4M3
+from tests.kernels.accuracy import ROUNDING, measure
+from weft.kernels import REFERENCE
+from weft.kernels.fp8 import E4M3, fp8_weight, rounded_rows
 
 
 def test_rounding_costs_little(smollm2_files: ModelFiles) -> None:
@@ -23,3 +25,23 @@ def test_a_cache_of_fp8_costs_little(smollm2_files: ModelFiles) -> None:
     found = measure(smollm2_files, 150, kv_dtype=E4M3)
     assert abs(found.loss) < 0.03
     assert 0 < found.divergence < 0.03 and found.same_best > 0.9
+
+
+def test_the_inputs_of_fp8_are_rounded() -> None:
+    x, norm = torch.randn(3, 64), torch.ones(64)
+    floats = torch.randn(64, 64)
+    weight = fp8_weight(floats)
+    normal = REFERENCE.rms_norm(x, norm, 1e-6)
+    assert torch.equal(ROUNDING.linear(x, weight, None), REFERENCE.linear(rounded_rows(x), weight, None))
+    assert torch.equal(ROUNDING.linear(x, floats, None), REFERENCE.linear(x, floats, None))
+    for named in ("norm_linear", "norm_gate_up"):
+        rest = (weight, None) if named == "norm_linear" else (weight,)
+        assert not torch.equal(
+            getattr(ROUNDING, named)(x, norm, 1e-6, *rest), getattr(REFERENCE, named)(x, norm, 1e-6, *rest)
+        )
+    assert torch.equal(
+        ROUNDING.norm_linear(x, norm, 1e-6, weight, None), REFERENCE.linear(rounded_rows(normal), weight, None)
+    )
+    added = torch.zeros(3, 64)
+    ROUNDING.linear_add(x, weight, None, added)
+    assert torch.equal(added, REFERENCE.linear(rounded_rows(x), weight, None))
