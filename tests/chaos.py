@@ -147,7 +147,7 @@ class Chaos:
 
     async def run(self, progress: Progress | None = None) -> None:
         """Kill engines under load; then every request is answered once more."""
-        monitor = asyncio.create_task(self._monitor())
+        self._monitoring = asyncio.create_task(self._monitor())
         clients = [asyncio.create_task(self._send_on(number)) for number in range(self._settings.clients)]
         try:
             task = progress.add_task("kills", total=self._settings.kills) if progress else None
@@ -160,7 +160,7 @@ class Chaos:
             self._is_over = True
             await asyncio.gather(*clients)
             await asyncio.gather(*(self._send(number) for number in range(len(self._load.requests))))
-            monitor.cancel()
+            self._monitoring.cancel()
         self.outcome.restarts = int(await asyncio.to_thread(self._server.metric, "weft_engine_restarts_total"))
         self.outcome.seconds = time.monotonic() - self._began
 
@@ -201,7 +201,9 @@ class Chaos:
 
     async def _fail_in_a_step(self, fault: str) -> int:
         await self._until(lambda: all(sent > self._recovered for sent in self._open.values()))
-        (self._folder / "fault").write_text(fault)
+        # An engine may look at any moment: what it finds is whole.
+        (written := self._folder / "written").write_text(fault)
+        written.rename(self._folder / "fault")
         await self._until(lambda: not (self._folder / "fault").exists())
         return int((self._folder / "struck").read_text())
 
@@ -212,10 +214,20 @@ class Chaos:
         return next((pid for pid in map(int, children) if pid not in struck and is_engine(pid)), None)
 
     async def _until(self, condition: Callable[[], object]) -> None:
-        """Wait for a condition, for as long as the server is there."""
-        await until(lambda: self._server.process.poll() is not None or condition())
+        """Wait for a condition, for as long as the server is there, and seen."""
+        seeing = self._monitoring
+        try:
+            await until(lambda: self._server.process.poll() is not None or seeing.done() or condition())
+        except TimeoutError as error:
+            raise TimeoutError(f"{error} after {self.outcome.kills}:\n{self._log}") from error
+        if seeing.done():
+            seeing.result()
         if (code := self._server.process.poll()) is not None:
-            raise RuntimeError(f"the server ended with {code}:\n" + "".join(self._server.log[-20:]))
+            raise RuntimeError(f"the server ended with {code}:\n{self._log}")
+
+    @property
+    def _log(self) -> str:
+        return "".join(self._server.log[-20:])
 
     async def _until_recovered(self) -> None:
         await self._until(lambda: self._ready)
