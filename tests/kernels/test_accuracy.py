@@ -12,6 +12,7 @@ pytest.importorskip("numba")
 from tests.kernels.accuracy import ROUNDING, measure
 from weft.kernels import REFERENCE
 from weft.kernels.fp8 import E4M3, fp8_weight, rounded_rows
+from weft.kernels.reference import silu_mul
 
 
 def test_rounding_costs_little(smollm2_files: ModelFiles) -> None:
@@ -28,20 +29,14 @@ def test_a_cache_of_fp8_costs_little(smollm2_files: ModelFiles) -> None:
 
 
 def test_the_inputs_of_fp8_are_rounded() -> None:
-    x, norm = torch.randn(3, 64), torch.ones(64)
-    floats = torch.randn(64, 64)
-    weight = fp8_weight(floats)
-    normal = REFERENCE.rms_norm(x, norm, 1e-6)
-    assert torch.equal(ROUNDING.linear(x, weight, None), REFERENCE.linear(rounded_rows(x), weight, None))
-    assert torch.equal(ROUNDING.linear(x, floats, None), REFERENCE.linear(x, floats, None))
-    for named in ("norm_linear", "norm_gate_up"):
-        rest = (weight, None) if named == "norm_linear" else (weight,)
-        assert not torch.equal(
-            getattr(ROUNDING, named)(x, norm, 1e-6, *rest), getattr(REFERENCE, named)(x, norm, 1e-6, *rest)
-        )
-    assert torch.equal(
-        ROUNDING.norm_linear(x, norm, 1e-6, weight, None), REFERENCE.linear(rounded_rows(normal), weight, None)
-    )
-    added = torch.zeros(3, 64)
+    x, norm, floats = torch.randn(3, 64), torch.ones(64), torch.randn(64, 64)
+    weight, added = fp8_weight(floats), torch.zeros(3, 64)
+    expected = REFERENCE.linear(rounded_rows(x), weight, None)
+    of_norm = REFERENCE.linear(rounded_rows(REFERENCE.rms_norm(x, norm, 1e-6)), weight, None)
+    assert not torch.equal(expected, REFERENCE.linear(x, weight, None))
+    assert torch.equal(ROUNDING.linear(x, weight, None), expected)
+    assert torch.equal(ROUNDING.norm_linear(x, norm, 1e-6, weight, None), of_norm)
+    assert torch.equal(ROUNDING.norm_gate_up(x, norm, 1e-6, weight), silu_mul(of_norm))
     ROUNDING.linear_add(x, weight, None, added)
-    assert torch.equal(added, REFERENCE.linear(rounded_rows(x), weight, None))
+    assert torch.equal(added, expected)
+    assert torch.equal(ROUNDING.linear(x, floats, None), REFERENCE.linear(x, floats, None))
