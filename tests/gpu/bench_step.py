@@ -85,9 +85,9 @@ def milliseconds(stepper: Stepper, rows: int, slots: AdapterSlots | None = None)
         inputs.slot_starts.copy_(torch.cat([torch.zeros(2, dtype=torch.int64), ends]))
     for numbers in (inputs.token_rows, inputs.sequence_rows, inputs.sample_rows):
         numbers.copy_(torch.arange(rows))
-    for positions in (inputs.positions, inputs.sample_positions):
-        positions.fill_(CONTEXT - 1)
-    inputs.lengths.fill_(CONTEXT)
+    inputs.positions.fill_(CONTEXT - 1)
+    for ends in (inputs.lengths, inputs.sample_ends):
+        ends.fill_(CONTEXT)
     times = []
     for _ in range(5):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -49,7 +49,7 @@ from weft.kernels.triton import (
     triton_ops,
 )
 from weft.kernels.triton import prefill_attention as attention
-from weft.kernels.triton.elementwise import rotate_and_store
+from weft.kernels.triton.elementwise import gather_inputs, rotate_and_store
 from weft.kernels.triton.launch import overlapping_launches
 from weft.kernels.triton.thresholds import keep_thresholds
 from weft.kernels.weights import SlotLowRank
@@ -769,6 +769,18 @@ def check_lora_replay(rows: int, num_slots: int, hidden: int, width: int) -> Non
         assert_near(residual, wanted, 2 * TOLERANCE[BF16])
 
 
+def check_gather_inputs(num_tokens: int, num_sequences: int, width: int, block_size: int) -> None:
+    tokens = torch.randint(0, 100_000, (9, width * block_size), device=DEVICE)
+    blocks = torch.randint(0, 5000, (9, width + 3), device=DEVICE)[:, :width]
+    token_rows, sequence_rows = (torch.randint(0, 9, (count,), device=DEVICE) for count in (num_tokens, num_sequences))
+    positions = torch.randint(0, width * block_size, (num_tokens,), device=DEVICE)
+    given = tokens, blocks, block_size, token_rows, positions, sequence_rows
+    with poisoned():
+        gathered = gather_inputs(*given)
+    for out, wanted in zip(gathered, reference.gather_inputs(*given), strict=True):
+        assert torch.equal(out, wanted)
+
+
 def check_argmax(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     logits = randn(rows, vocabulary, dtype=dtype)
     logits[0, vocabulary // 2] = logits[0, vocabulary - 1] = 9.0
@@ -885,6 +897,8 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_keep_thresholds, 1003, dtype, 3.0)
     add(check_keep_thresholds_of_a_crowd, 1003)
     add(check_strided_norm)
+    add(check_gather_inputs, 5, 4, 7, 16)
+    add(check_gather_inputs, 1500, 2, 1100, 32)
     add(check_attention, SMALL, [1, 40], [65, 64], FP16, 32)
     add(check_attention, ODD, [1, 40], [65, 64], FP16, 32)
     add(check_attention, ODD, [1, 1], [300, 77], FP16)

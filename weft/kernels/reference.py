@@ -110,6 +110,15 @@ def attention(qkv: Tensor, heads: HeadShape, kv: LayerCache, batch: AttentionBat
     return out.flatten(1)
 
 
+def gather_inputs(
+    tokens: Tensor, blocks: Tensor, block_size: int, token_rows: Tensor, positions: Tensor, sequence_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens at these rows and positions of a table, their cache slots, and the blocks of the sequences'
+    rows."""
+    own = blocks[token_rows, positions.div(block_size, rounding_mode="floor")]
+    return tokens[token_rows, positions], own * block_size + positions % block_size, blocks[sequence_rows]
+
+
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the likeliest token of each row and its logit, which is NaN for a row with a NaN."""
     peaks, tokens = logits.max(dim=-1)

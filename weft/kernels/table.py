@@ -26,6 +26,7 @@ class Ops(NamedTuple):
     lora_shrink: Callable[[Tensor, SlotLowRank, AdapterGroups], Tensor]
     lora_expand_add: Callable[[Tensor, SlotLowRank, AdapterGroups, Tensor], None]
     lora_expand_gate: Callable[[Tensor, Tensor, SlotLowRank, AdapterGroups], Tensor]
+    gather_inputs: Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     keep_thresholds: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     gumbel_sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -42,6 +43,7 @@ REFERENCE = Ops(
     lora_shrink=reference.lora_shrink,
     lora_expand_add=reference.lora_expand_add,
     lora_expand_gate=reference.lora_expand_gate,
+    gather_inputs=reference.gather_inputs,
     greedy=reference.greedy,
     keep_thresholds=sampling.keep_thresholds,
     gumbel_sample=sampling.gumbel_sample,

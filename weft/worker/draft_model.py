@@ -41,10 +41,10 @@ class DraftModel:
         exact = exact_shape(rows)
         captured = self.graphs.shape_for(exact) if self.graphs is not None else None
         layout = lay_out(rows, captured or exact, table.padding_row)
-        (packed,) = to_device([layout.packed], table.device)
         if self.graphs is not None and captured is not None:
-            output = self.graphs.replay(captured, packed)
+            output = self.graphs.replay(captured, layout.packed)
         else:
+            (packed,) = to_device([layout.packed], table.device)
             output = stepper.step(exact, views(packed, exact), layout.longest)
         sample_draft(output.logits, output.tokens, output.peaks, table, layout.sampling, stepper.model.ops)
 

@@ -100,16 +100,17 @@ class Stepper:
         native code, else those of `slots`. It neither waits for the device nor reads from it."""
         table, positions = self.table, inputs.positions
         width = -(-longest // table.block_size)
-        blocks = table.blocks[inputs.token_rows, positions.div(table.block_size, rounding_mode="floor")]
+        tokens, cache_slots, block_tables = self.model.ops.gather_inputs(
+            table.tokens, table.blocks[:, :width], table.block_size, inputs.token_rows, positions, inputs.sequence_rows
+        )
         batch = AttentionBatch(
             num_decodes=shape.decodes,
             query_starts=inputs.query_starts,
             lengths=inputs.lengths,
-            block_tables=table.blocks[inputs.sequence_rows, :width],
-            slots=blocks * table.block_size + positions % table.block_size,
+            block_tables=block_tables,
+            slots=cache_slots,
             is_one_prompt=shape.decodes == 0 and shape.prompts == 1 and shape.prompt_tokens == longest,
         )
-        tokens = table.tokens[inputs.token_rows, positions]
         if given is not None:
             # Where a row is given there is no token: any will do.
             tokens = tokens.clamp(min=0)
@@ -119,7 +120,7 @@ class Stepper:
         else:
             logits, states = self._requested(requested, inputs, tokens, batch, adapted, given, slots)
         best, peaks = self.model.ops.greedy(logits)
-        table.tokens[inputs.sample_rows, inputs.sample_positions + 1] = best
+        table.tokens[inputs.sample_rows, inputs.sample_ends] = best
         return ForwardOutput(logits, best, peaks, states)
 
     def _requested(
@@ -179,7 +180,7 @@ class Stepper:
         last = AttentionBatch(
             num_decodes=shape.samples,
             query_starts=torch.arange(shape.samples + 1, device=tokens.device),
-            lengths=inputs.sample_positions + 1,
+            lengths=inputs.sample_ends,
             block_tables=self.table.blocks[inputs.sample_rows, :width],
             slots=batch.slots[inputs.sample_at],
         )

@@ -17,7 +17,8 @@ from torch import Tensor
 from weft.model.dense_lora import AdapterSlots
 from weft.switches import is_on
 from weft.worker.forward_step import ForwardOutput, Stepper
-from weft.worker.inputs import StepShape, section_sizes, views
+from weft.worker.inputs import StepShape, section_sizes, send_into, views
+from weft.worker.rows import Ints
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +97,10 @@ class StepGraphs:
             self._try_capture(shape)
         return shape if shape in self._captured else None
 
-    def replay(self, shape: StepShape, packed: Tensor) -> ForwardOutput:
+    def replay(self, shape: StepShape, packed: Ints) -> ForwardOutput:
         """Replay a graph. The next replay overwrites the output that is returned."""
         captured = self._captured[shape]
-        captured.inputs.copy_(packed)
+        send_into(captured.inputs, torch.from_numpy(packed))
         captured.graph.replay()
         return captured.output
 

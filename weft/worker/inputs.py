@@ -22,8 +22,13 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a host tensor's copy on the device, without waiting for it."""
     if device.type == "cpu":
         return tensor
+    return send_into(torch.empty(tensor.shape, dtype=tensor.dtype, device=device), tensor)
+
+
+def send_into(there: Tensor, tensor: Tensor) -> Tensor:
+    """Copy a host tensor into one on a GPU, without waiting for it."""
     # Pinned memory is allocated anew: the last copy may still be under way.
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return there.copy_(tensor.pin_memory(), non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -81,8 +86,8 @@ class StepInputs(NamedTuple):
     sample_rows: Tensor
     sample_at: Tensor
     """Places of the step's tokens that are sampled from."""
-    sample_positions: Tensor
-    """Their positions: each sampled token goes to the next position."""
+    sample_ends: Tensor
+    """The positions behind them, where sampled tokens go."""
     slot_order: Tensor
     slot_starts: Tensor
     """The fields of AdapterGroups; empty in a step without adapters."""
@@ -152,7 +157,7 @@ def lay_out(
     packed = np.zeros(sum(section_sizes(shape)), dtype=np.int64)
     layout = Layout(shape, packed, rows, at, [row for row in rows if row.samples], int((starts + counts).max()))
     token_rows, positions, sequence_rows, lengths, query_starts, *sampled, slot_order, slot_starts = layout.sections
-    sample_rows, sample_at, sample_positions = sampled
+    sample_rows, sample_at, sample_ends = sampled
     for section in (token_rows, sequence_rows, sample_rows):
         section[:] = padding_row
     token_rows[token_at] = np.repeat(numbers, counts)
@@ -166,7 +171,7 @@ def lay_out(
     num_samples = len(layout.sampling)
     sample_rows[:num_samples] = numbers[sampling]
     sample_at[:num_samples] = (at + counts - 1)[sampling]
-    sample_positions[:num_samples] = (starts + counts - 1)[sampling]
+    sample_ends[:num_samples] = (starts + counts)[sampling]
     if shape.slots:
         groups = np.zeros(shape.num_tokens, dtype=np.int64)
         groups[token_at] = np.repeat([slot_of(row.row) + 1 for row in rows], counts)

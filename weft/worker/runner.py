@@ -167,7 +167,7 @@ class Runner:
         graphs = self._graphs_of(slots) if not has_requests and not has_embeds else None
         captured = graphs.shape_for(exact) if graphs is not None else None
         layout = lay_out(rows, captured or exact, table.padding_row, self.adapters.slot_of)
-        packed, *writes = to_device([layout.packed, *new], table.device)
+        writes = to_device([*new], table.device)
         table.write(*writes)
         if self.draft_model is not None:
             self.draft_model.draft(plan.rows)
@@ -176,10 +176,11 @@ class Runner:
         self.prompt_outputs.forget(plan.release)
         requests = self.prompt_outputs.request(layout) if has_requests else None
         if graphs is not None and captured is not None:
-            output = graphs.replay(captured, packed)
+            output = graphs.replay(captured, layout.packed)
         else:
             tokens, adapted = requests.tokens if requests else None, self.adapters.runs_in(layout)
             given = given_rows(layout, table, self.stepper.model.weights.dtype) if has_embeds else None
+            (packed,) = to_device([layout.packed], table.device)
             output = self.stepper.step(exact, views(packed, exact), layout.longest, tokens, adapted, given, slots)
         return LaunchedStep(layout.sampling, output, requests, drafts)
 

@@ -19,7 +19,7 @@ def has_triton() -> bool:
 def triton_ops() -> Ops:
     """Return the table of ops for the device "cuda"."""
     from weft.kernels.table import Ops
-    from weft.kernels.triton.elementwise import rms_norm, rotate_and_store
+    from weft.kernels.triton.elementwise import gather_inputs, rms_norm, rotate_and_store
     from weft.kernels.triton.linears import linear, linear_add, norm_gate_up, norm_linear
     from weft.kernels.triton.lora_linears import lora_expand_add, lora_expand_gate, lora_shrink
     from weft.kernels.triton.prefill_attention import attention
@@ -37,6 +37,7 @@ def triton_ops() -> Ops:
         lora_shrink=lora_shrink,
         lora_expand_add=lora_expand_add,
         lora_expand_gate=lora_expand_gate,
+        gather_inputs=gather_inputs,
         greedy=argmax,
         keep_thresholds=keep_thresholds,
         gumbel_sample=gumbel_sample,

@@ -1,5 +1,5 @@
-"""Elementwise kernels: RMSNorm, SiLU·mul, and the rotation of queries and keys with the write to the cache. They
-compute in float32 and round where the reference rounds."""
+"""Elementwise kernels: RMSNorm, SiLU·mul, the rotation of queries and keys with the write to the cache, and what a step
+reads from the row table. They compute in float32 and round where the reference rounds."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
@@ -186,3 +186,44 @@ def rotate_and_store(
         BLOCK_SIZE=block_size_of(kv), SCALED=isinstance(kv, Fp8Cache), NORM=norms is not None, num_warps=4,
         **launch_options(),
     )  # fmt: skip
+
+
+_GATHERED = 1024
+"""Tokens, or blocks of a sequence, that one program gathers."""
+
+
+@triton.jit(do_not_specialize=["token_rows", "positions", "sequence_rows", "num_tokens", "width"])
+def _gather_kernel(
+    tokens, blocks, token_rows, positions, sequence_rows, out_tokens, slots, block_tables, num_tokens, width,
+    tokens_stride, blocks_stride, BLOCK_SIZE: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(1) * GATHERED + tl.arange(0, GATHERED)
+    wait_for_inputs(PDL)
+    sequence = tl.program_id(0).to(tl.int64) - 1
+    if sequence < 0:
+        inside = at < num_tokens
+        row = tl.load(token_rows + at, mask=inside, other=0)
+        position = tl.load(positions + at, mask=inside, other=0)
+        token = tl.load(tokens + row * tokens_stride + position, mask=inside)
+        block = tl.load(blocks + row * blocks_stride + position // BLOCK_SIZE, mask=inside)
+        tl.store(out_tokens + at, token, mask=inside)
+        tl.store(slots + at, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+    else:
+        inside = at < width
+        own = blocks + tl.load(sequence_rows + sequence) * blocks_stride
+        tl.store(block_tables + sequence * width + at, tl.load(own + at, mask=inside), mask=inside)
+
+
+def gather_inputs(
+    tokens: Tensor, blocks: Tensor, block_size: int, token_rows: Tensor, positions: Tensor, sequence_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens at these rows and positions of a table, their cache slots, and the blocks of the sequences'
+    rows, all by one kernel."""
+    num_tokens, num_sequences, width = len(token_rows), len(sequence_rows), blocks.shape[1]
+    out_tokens, slots = (torch.empty_like(token_rows) for _ in range(2))
+    block_tables = torch.empty(num_sequences, width, dtype=torch.int64, device=blocks.device)
+    _gather_kernel[(1 + num_sequences, triton.cdiv(max(num_tokens, width), _GATHERED))](
+        tokens, blocks, token_rows, positions, sequence_rows, out_tokens, slots, block_tables, num_tokens, width,
+        tokens.stride(0), blocks.stride(0), BLOCK_SIZE=block_size, GATHERED=_GATHERED, num_warps=4, **launch_options(),
+    )  # fmt: skip
+    return out_tokens, slots, block_tables
