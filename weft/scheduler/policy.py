@@ -10,7 +10,8 @@ from weft.scheduler.cursors import RowCursor
 MIN_PREFILL_BUDGET = 128
 LEAST_MIXED_TOKENS = 256
 """Tokens of a step with prefills and decodes whose time is bounded. Larger steps have this number times a power of two,
-as the tiles of matrix products and attention do on a GPU: with a few tokens more it would compute one more round."""
+or half as many more, as the tiles of matrix products and attention do on a GPU: with a few tokens more it would compute
+one more round."""
 
 
 def decodes_and_prefills(running: Iterable[RowCursor]) -> tuple[list[RowCursor], list[RowCursor]]:
@@ -66,16 +67,16 @@ class StepPace:
 
     def __init__(
         self, most: int, goal: float, least: int = LEAST_TOKENS, *, first: int = 0, growth: float = FIRST_GROWTH,
-        in_powers: bool = False,
+        on_gpu: bool = False,
     ) -> None:  # fmt: skip
         """Find the `least` to `most` tokens that a step can compute in `goal` seconds, in whole multiples of the least;
-        `in_powers`: in powers of two of them. Without a goal they are the most, and `first`, if given, before any
-        step is known. The `growth` with the context is what is assumed until costs tell."""
+        on a GPU in powers of two of them, or half as many more. Without a goal they are the most, and `first`, if
+        given, before any step is known. The `growth` with the context is what is assumed until costs tell."""
         self._most = most
         self._goal = goal
         self._least = least
         self._first = min(first or most, most)
-        self._in_powers = in_powers
+        self._on_gpu = on_gpu
         self._cost = 0.0
         """Seconds of a token, at the context where that was seen last."""
         self._context = 0.0
@@ -91,7 +92,10 @@ class StepPace:
             return self._first
         tokens = self._within_goal(context)
         lots = max(1, int(self._within_goal(context + tokens / 2)) // self._least)
-        return self._least * (1 << lots.bit_length() - 1 if self._in_powers else lots)
+        if self._on_gpu:
+            power = 1 << lots.bit_length() - 1
+            lots = power * 3 // 2 if lots >= power * 3 // 2 else power
+        return self._least * lots
 
     def _within_goal(self, context: float) -> float:
         return self._goal / max(self._cost_at(context), self._goal / self._most)
@@ -112,9 +116,9 @@ class StepPace:
         self._growth = self._fitted_growth()
 
     def _cost_at(self, context: float) -> float:
-        """A longer context costs more. A shorter one is not trusted to cost less before it was seen to: what looks like
-        growth may be a machine that became slower meanwhile."""
-        if context <= self._context:
+        """A longer context costs more. But on a GPU a shorter one is not trusted to cost less before it was seen to:
+        what looks like growth may be a machine that became slower meanwhile."""
+        if context <= self._context and not self._on_gpu:
             return self._cost
         return self._cost * (1 + self._growth * context) / (1 + self._growth * self._context)
 

@@ -40,7 +40,7 @@ class Scheduler:
         self.throttle = Throttle(limits)
         self.pace = StepPace(limits.max_num_batched_tokens, limits.max_step_seconds, first=FIRST_TOKENS)
         self.mixed_pace = StepPace(
-            limits.max_num_batched_tokens, limits.max_mixed_step_seconds, LEAST_MIXED_TOKENS, growth=0.0, in_powers=True
+            limits.max_num_batched_tokens, limits.max_mixed_step_seconds, LEAST_MIXED_TOKENS, growth=0.0, on_gpu=True
         )
         """The pace of steps that prefill and decode."""
         self.pool = BlockPool(limits.num_blocks)
@@ -210,13 +210,14 @@ class Scheduler:
         if not plan.denoise:
             # A step that was planned while another was under way began when that one ended.
             seconds = now - max(promised.planned_at, self._applied_at)
-            if self.limits.max_step_seconds:
-                before = sum(row.count * (row.start + row.count / 2) for row in plan.rows)
-                self.pace.took(plan.num_tokens, seconds, before / max(1, plan.num_tokens))
             # A step that only prefills may have no result that is waited for; decodes alone tell nothing of prompts.
             counts = {row.count for row in plan.rows if not row.draft}
-            if 1 in counts and len(counts) > 1:
-                self.mixed_pace.took(plan.num_tokens, seconds)
+            is_mixed = 1 in counts and len(counts) > 1
+            if self.limits.max_step_seconds or is_mixed:
+                before = sum(row.count * (row.start + row.count / 2) for row in plan.rows) / max(1, plan.num_tokens)
+                self.pace.took(plan.num_tokens, seconds, before)
+                if is_mixed:
+                    self.mixed_pace.took(plan.num_tokens, seconds, before)
         self._applied_at = now
         return brought
 
@@ -268,13 +269,14 @@ class Scheduler:
     def _plan_prefills(self, prefills: list[RowCursor], step: Step) -> None:
         """Plan the next chunks of running prefills, then admit waiting requests while there is budget for them. Prompts
         that fit whole into half of the budget come before those that do not: none waits until a long one is through."""
-        budget = self.pace.tokens_at(max((cursor.computed for cursor in prefills), default=0))
+        context = max((cursor.computed for cursor in prefills), default=0)
+        budget = self.pace.tokens_at(context)
         if step.decodes:
             budget = max(LEAST_TOKENS, budget - step.decodes - step.draft_tokens)
             waiting_tokens = self.waiting.num_tokens
             if self.limits.max_mixed_step_seconds:
                 waiting_tokens += sum(cursor.num_prompt for cursor in prefills)
-            mixed = policy.prefill_budget(self.limits, step.decodes, waiting_tokens, self.mixed_pace.tokens_at())
+            mixed = policy.prefill_budget(self.limits, step.decodes, waiting_tokens, self.mixed_pace.tokens_at(context))
             budget = min(budget, mixed)
         wanted = ((self.limits.blocks_for(cursor.known), len(cursor.blocks)) for cursor in prefills)
         step.prefill_blocks = sum(max(0, all_blocks - held) for all_blocks, held in wanted)

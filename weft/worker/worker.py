@@ -415,7 +415,7 @@ def _limits(
         max_prefill_chunk=options.max_prefill_chunk or (256 if on_cpu else 2048),
         max_mixed_prefill=options.max_mixed_prefill or (256 if on_cpu else 384),
         max_step_seconds=(options.max_step_ms or (180 if on_cpu else 0)) / 1000,
-        max_mixed_step_seconds=0 if on_cpu else (options.max_step_ms or 60) / 1000,
+        max_mixed_step_seconds=0 if on_cpu else (options.max_step_ms or 50) / 1000,
         logits_width=vocab_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_preemptions=options.max_preemptions,
