@@ -185,7 +185,9 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
     max_prefill_chunk: Annotated[
         int,
-        _doc("Prompt tokens of one request in a step; 0: 256 on CPU, 2048 on GPU.", ge=0),
+        _doc(
+            "Prompt tokens of one request in a step; 0: 256 on CPU, 2048 on GPU, 4096 there with weights of FP8.", ge=0
+        ),
     ] = 0
     max_mixed_prefill: Annotated[
         int,
@@ -199,7 +201,7 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int,
         _doc(
             "Time that a step with prompts should take: their chunks become shorter where steps took longer; "
-            "0: 180 on CPU; on GPU 60 where requests decode beside them, else no bound.",
+            "0: 180 on CPU; on GPU 50 where requests decode beside them, else no bound.",
             ge=0,
         ),
     ] = 0

@@ -111,7 +111,7 @@ class Worker:
                 ranks.connect(device, config.engine.start_timeout_s)
                 plan = _common(plan, ranks, device)
             self.limits = replace(
-                _limits(config, plan, target.whole.vocab_size, device, has_draft_model=draft is not None),
+                _limits(config, plan, target, device, has_draft_model=draft is not None),
                 image=images.limits if images is not None else None,
                 embeds_width=geometry.hidden_size if config.limits.allow_prompt_embeds else 0,
                 max_embedding_bytes=config.scheduler.max_embedding_mb << 20,
@@ -400,23 +400,24 @@ def _kv_cache(shape: tuple[int, ...], dtype: torch.dtype) -> KvCache:
 
 
 def _limits(
-    config: Config, plan: MemoryPlan, vocab_size: int, device: torch.device, *, has_draft_model: bool
+    config: Config, plan: MemoryPlan, target: OpenModel, device: torch.device, *, has_draft_model: bool
 ) -> Limits:
     options = config.scheduler
     on_cpu = device.type == "cpu"
     max_num_seqs, budget = options.num_seqs(on_cpu=on_cpu), options.num_batched_tokens(on_cpu=on_cpu)
     check_step(budget, max_num_seqs)
+    gpu_chunk = 4096 if target.multiplied == "fp8" else 2048
     return Limits(
         num_blocks=plan.num_blocks,
         block_size=config.cache.block_size,
         max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        max_prefill_chunk=options.max_prefill_chunk or (256 if on_cpu else 2048),
+        max_prefill_chunk=options.max_prefill_chunk or (256 if on_cpu else gpu_chunk),
         max_mixed_prefill=options.max_mixed_prefill or (256 if on_cpu else 384),
         max_step_seconds=(options.max_step_ms or (180 if on_cpu else 0)) / 1000,
         max_mixed_step_seconds=0 if on_cpu else (options.max_step_ms or 50) / 1000,
-        logits_width=vocab_size,
+        logits_width=target.whole.vocab_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_preemptions=options.max_preemptions,
         force_preempt_every=options.force_preempt_every,

@@ -81,7 +81,8 @@ def _tiled_kernel(
     own = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     output = tl.minimum(own, num_outputs - 1)
     column = tl.arange(0, BLOCK_K)
-    x_at = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * k + column[None, :]
+    # Rows behind the last are others once more. If all were the last one, every program would wait for the same bytes.
+    x_at = x + (row % num_rows).to(tl.int64)[:, None] * k + column[None, :]
     weight_at = weight + output.to(tl.int64)[None, :] * weight_stride + column[:, None]
     wait_for_inputs(PDL)
     y = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
@@ -116,12 +117,14 @@ def _tiled_kernel(
 
 def tile_config(num_rows: int, num_outputs: int, grouped: bool) -> TileConfig:
     """Return the tiling, as measured on the linear layers of a 7B model: large tiles where they fill the chip."""
-    large = TileConfig(128, 256, 128, 8, 3)
-    if grouped:
-        # The scaled products of a group take as many registers as the sums.
-        large = TileConfig(128, 128, 128, 8, 4)
-    if triton.cdiv(num_rows, large.rows) * triton.cdiv(num_outputs, large.block_n) >= _MULTIPROCESSORS * 5 // 6:
-        return large
+    # The scaled products of a group take as many registers as the sums.
+    tilings = [] if grouped else [TileConfig(128, 256, 128, 8, 3)]
+    tilings.append(TileConfig(128, 128, 128, 8, 4))
+    if 192 < num_rows <= 256 and not grouped:
+        tilings.append(TileConfig(128, 64, 128, 4, 6))
+    for tiling in tilings:
+        if triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_outputs, tiling.block_n) >= _MULTIPROCESSORS * 5 // 6:
+            return tiling
     return TileConfig(64, 128, 128, 4, 5)
 
 
