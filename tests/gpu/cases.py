@@ -1036,7 +1036,8 @@ def cases() -> dict[str, Callable[[], None]]:
                 add(check_fp8_skinny, rows, n, k, BF16, grouped)
             for rows in (2, 33, 100, 300):
                 add(check_fp8_ops, rows, n, k, BF16, grouped)
-            add(check_fp8_tiled, 200, n, k, BF16, grouped)
+            for rows in (200, 500):
+                add(check_fp8_tiled, rows, n, k, BF16, grouped)
     for rows in (8, 32):
         add(check_skinny_replay, rows, 4096, 11008)
     # The interpreter cuts float32 to e4m3 where hardware rounds.
