@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
@@ -64,7 +63,7 @@ class DenseModel:
     def embed(self, tokens: Tensor, given: GivenRows | None = None) -> Tensor:
         """Return the embeddings of tokens, and the given rows in the place of some."""
         embedding = self.weights.embedding
-        embedded = F.embedding(tokens, embedding) if isinstance(embedding, Tensor) else embedding.rows(tokens)
+        embedded = embedding[tokens] if isinstance(embedding, Tensor) else embedding.rows(tokens)
         if given is not None:
             embedded[given.at] = given.values
         return embedded
