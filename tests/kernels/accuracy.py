@@ -1,7 +1,7 @@
 """What rounding costs: the default model with its weights as they are in the file, or quantised again as for GPUs, to
 four or eight bits or e4m3, or with a KV cache of e4m3, halves or int8, against the same in floats.
 
-    python -m tests.kernels.accuracy [--quantization fp8|int8|int4] [--kv-cache-dtype fp8|fp16|int8]
+    python -m tests.kernels.accuracy [--quantization fp8|int8|int4|w4a8] [--kv-cache-dtype fp8|fp16|int8]
     python -m tests.kernels.accuracy --quantization fp8 --weights-alone
     python -m tests.kernels.accuracy --blocks Q4_1|Q8_0|Q4_K|Q6_K
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,11 +31,11 @@ from weft.checkpoint.tokenizer_assets import text_assets
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, AttentionBatch, Ops, reference
 from weft.kernels.cpu import native_step, panel_layout
-from weft.kernels.fp8 import E4M3, Fp8Weight, rounded_rows
+from weft.kernels.fp8 import E4M3, Fp8Weight, fp8_weight, rounded_rows
 from weft.kernels.int_weights import IntWeight
 from weft.kernels.kv_cache import zero_cache
 from weft.kernels.panel_format import PanelLayout
-from weft.kernels.weights import Weight
+from weft.kernels.weights import LayerWeights, Weight
 from weft.model.dense import DenseModel
 from weft.model.loader import LinearLoading, load_weights, open_model
 from weft.text.tokenizer import Tokenizer
@@ -113,11 +114,9 @@ def _log_probabilities(
             files, config, source, dtype=torch.float32, device=device, panels=panels, linears=linears
         )
     if linears == "keep":
-        names = ("qkv", "output", "gate_up", "down")
-        layers = [
-            layer._replace(**{name: _in_bfloat16(getattr(layer, name)) for name in names}) for layer in weights.layers
-        ]
-        weights = weights._replace(layers=layers)
+        weights = weights._replace(layers=[_of(layer, _in_bfloat16) for layer in weights.layers])
+    if linears == "w4a8":
+        weights = weights._replace(layers=[_of(layer, _in_e4m3) for layer in weights.layers])
     count = len(tokens)
     num_blocks = -(-count // BLOCK)
     model = DenseModel(config, weights, ops, num_blocks * BLOCK)
@@ -159,6 +158,16 @@ def in_blocks(files: ModelFiles, type_name: str, folder: Path) -> ModelFiles:
     return resolve(str(folder / "model.gguf"))
 
 
+def _of(layer: LayerWeights, held: Callable[[Weight], Weight]) -> LayerWeights:
+    """Return a layer with its linear weights held otherwise."""
+    return layer._replace(**{name: held(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")})
+
+
+def _in_e4m3(weight: Weight) -> Weight:
+    """Round a weight of four bits as long prompts multiply it."""
+    return fp8_weight(weight.dequantised()) if isinstance(weight, IntWeight) else weight
+
+
 def _in_bfloat16(weight: Weight) -> Weight:
     """Round what a GPU holds beside the numbers of a weight to bfloat16."""
     if not isinstance(weight, IntWeight):
@@ -174,7 +183,7 @@ def _perplexity(log_probabilities: Tensor, following: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--quantization", choices=["fp8", "int8", "int4"])
+    parser.add_argument("--quantization", choices=["fp8", "int8", "int4", "w4a8"])
     parser.add_argument("--weights-alone", action="store_true", help="do not round the inputs of weights of e4m3")
     parser.add_argument("--kv-cache-dtype", choices=list(KV_DTYPES))
     parser.add_argument("--blocks", choices=["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K"])

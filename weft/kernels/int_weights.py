@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.kernels.fp8 import E4M3_MAX, SMALLEST_SCALE
+
 TILE, BLOCK, QUARTERS = 64, 128, 4
 GROUP = 128
 """Columns that share a scale in weights that are quantised here."""
@@ -66,6 +68,8 @@ class IntWeight(NamedTuple):
     shape: tuple[int, int]
     order: Tensor | None = None
     minima: Tensor | None = None
+    row_scales: Tensor | None = None
+    """float32, [1, rows]: with them many inputs are multiplied as e4m3, and rounded to it; None: as they are."""
 
     @property
     def bits(self) -> int:
@@ -74,6 +78,13 @@ class IntWeight(NamedTuple):
     @property
     def num_groups(self) -> int:
         return self.scales[0].numel() // TILE
+
+    def for_fp8_inputs(self) -> IntWeight:
+        """Return a weight of four bits with scales for its rows, by which no number is too large for e4m3."""
+        scales = _by_row(self.scales).float()
+        zeros = torch.full_like(scales, MIDDLE) if self.zeros is None else _by_row(self.zeros).float()
+        largest = (scales * torch.maximum(zeros, MOST - zeros)).amax(1)[: self.shape[0]]
+        return self._replace(row_scales=(largest / E4M3_MAX).clamp_min(SMALLEST_SCALE)[None])
 
     def dequantised(self) -> Tensor:
         """Return the weight as floats, [out, in]."""

@@ -154,7 +154,7 @@ def _tensors(weight: Weight) -> list[Tensor]:
         case Fp8Weight():
             return [weight.numbers, weight.scales]
         case IntWeight():
-            held = (weight.numbers, weight.scales, weight.zeros, weight.order, weight.minima)
+            held = (weight.numbers, weight.scales, weight.zeros, weight.order, weight.minima, weight.row_scales)
             return [tensor for tensor in held if tensor is not None]
         case _:
             return [weight]

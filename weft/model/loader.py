@@ -209,8 +209,8 @@ def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, CutSource]]:
             )
 
 
-LinearLoading: TypeAlias = Literal["dequantise", "keep", "fp8", "int4", "int8"]
-"""It says how the decoder's linear weights are held: as floats, as the files have them, or quantised."""
+LinearLoading: TypeAlias = Literal["dequantise", "keep", "fp8", "int4", "int8", "w4a8"]
+"""It says how the decoder\'s linear weights are held: as floats, as the files have them, or quantised."""
 _QUANTISED_ROWS = 1 << 14
 """Rows of a weight that are quantised at a time."""
 
@@ -286,7 +286,7 @@ class _Loading:
             head = embedding
         else:
             head = self.table({"head": self.config.vocab_size}, self.config.hidden_size)
-        if self.linears in ("fp8", "int8", "int4") and isinstance(head, Tensor):
+        if self.linears not in ("keep", "dequantise") and isinstance(head, Tensor):
             return self.int8_weight(head)
         return head
 
@@ -322,14 +322,15 @@ class _Loading:
         """Return the weight of a linear layer of several parts."""
         if self.linears == "fp8" or (self.linears == "keep" and self.has_fp8(parts, layer)):
             return self.fp8_weight(parts, columns, layer)
-        if self.linears in ("keep", "int4") and all(self.has_int4(part, layer) for part in parts):
+        if self.linears in ("keep", "int4", "w4a8") and all(self.has_int4(part, layer) for part in parts):
             return self.int4_weight(parts, columns, layer)
         if self.linears in ("keep", "int8") and self.panels is None and all(self.has_int8(one, layer) for one in parts):
             return self.packed([self.read_int8(part, rows, columns, layer) for part, rows in parts.items()])
         if self.linears == "keep" and (read := self.block_groups(parts, columns, layer)) is not None:
             return pack_ints(joined(read), self.dtype)
-        if self.linears == "int4":
-            return pack_ints(quantised_groups(self.fused(parts, (columns,), layer)), self.dtype)
+        if self.linears in ("int4", "w4a8"):
+            weight = pack_ints(quantised_groups(self.fused(parts, (columns,), layer)), self.dtype)
+            return weight.for_fp8_inputs() if self.linears == "w4a8" else weight
         if self.linears == "int8":
             return self.int8_weight(self.fused(parts, (columns,), layer))
         return self.table(parts, columns, layer)

@@ -357,6 +357,12 @@ def _linears(
             f"needs an NVIDIA GPU of compute capability {first[0]}.{first[1]}.",
             hint="Leave --dtype at auto." if can_multiply else "Leave --quantization out.",
         )
+    if (
+        wanted == "int4"
+        and torch.cuda.get_device_capability(device) >= FIRST_TO_MULTIPLY["fp8"]
+        and is_on("fp8-prompts")
+    ):
+        return "w4a8"
     if wanted:
         return "fp8" if wanted == "fp8" else "int8" if wanted == "int8" else "int4"
     return "keep" if stored.is_quantised and can_multiply and dtype != torch.float32 else "dequantise"
@@ -406,7 +412,7 @@ def _limits(
     on_cpu = device.type == "cpu"
     max_num_seqs, budget = options.num_seqs(on_cpu=on_cpu), options.num_batched_tokens(on_cpu=on_cpu)
     check_step(budget, max_num_seqs)
-    gpu_chunk = 4096 if target.multiplied == "fp8" else 2048
+    gpu_chunk = 4096 if target.multiplied in ("fp8", "w4a8") else 2048
     return Limits(
         num_blocks=plan.num_blocks,
         block_size=config.cache.block_size,

@@ -5,7 +5,7 @@ operand that matrix units take from registers, where they are unpacked. Their la
 which the units hold them: nothing is exchanged between threads. Where there are too few tiles for the chip the inner
 dimension is cut, and the program that ends last adds the parts in their order.
 
-For the rows of long prompts a weight is written out as floats once, and multiplied by the library.
+For the rows of long prompts a weight is written out once, as floats or as e4m3, and multiplied as such.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.fp8 import E4M3, Fp8Weight
 from weft.kernels.int_weights import BLOCK, MIDDLE, TILE, IntWeight
+from weft.kernels.triton import fp8_linears
 from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
 from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
 
@@ -360,8 +362,9 @@ def _int_kernel(
 
 @triton.jit
 def _dequantise_kernel(
-    numbers, scales, added, out, num_rows, num_columns, num_blocks, num_groups,
-    GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, UNPACK: tl.constexpr, PDL: tl.constexpr,
+    numbers, scales, added, row_scales, out, num_rows, num_columns, num_blocks, num_groups,
+    GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, UNPACK: tl.constexpr, SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile, block = tl.program_id(1), tl.program_id(0)
     tiles = tile + tl.arange(0, 1)
@@ -372,11 +375,14 @@ def _dequantise_kernel(
     quarters = _weights(loaded, GROUP, 1, BITS, KIND, UNPACK)
     row = tile * _TILE + tl.arange(0, _TILE)[:, None]
     column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    weights = _whole_tile(quarters, 1)
+    if SCALED:
+        weights = weights.to(tl.float32) / tl.load(row_scales + row, mask=row < num_rows, other=1.0)
     # The kernel before this one may still read what is overwritten.
     wait_for_inputs(PDL)
     tl.store(
         out + row.to(tl.int64) * num_columns + column,
-        _whole_tile(quarters, 1),
+        weights.to(out.dtype.element_ty),
         mask=(row < num_rows) & (column < num_columns),
     )
 
@@ -404,13 +410,16 @@ def int_config(rows: int, num_tiles: int, num_blocks: int, gated: bool, bits: in
 
 
 def dequantised(weight: IntWeight, dtype: torch.dtype) -> Tensor:
-    """Return the weight as floats, its columns in the order of its groups."""
+    """Return the weight as floats, its columns in the order of its groups. Of e4m3 they are to be multiplied by the
+    scales of the rows."""
     num_rows, num_columns = weight.shape
     num_tiles, num_blocks, _ = weight.numbers.shape
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.numbers.device)
+    scaled = dtype == E4M3
     _dequantise_kernel[(num_blocks, num_tiles)](
-        *_values(weight), out, num_rows, num_columns, num_blocks, weight.num_groups,
-        **_kind(weight), num_warps=4, **launch_options(),
+        *_values(weight), weight.row_scales if scaled else out, out,
+        num_rows, num_columns, num_blocks, weight.num_groups,
+        **_kind(weight), SCALED=scaled, num_warps=4, **launch_options(),
     )  # fmt: skip
     return out
 
@@ -463,6 +472,8 @@ def _kind(weight: IntWeight) -> dict[str, int | str]:
 
 
 def linear(x: Tensor, weight: IntWeight, bias: Tensor | None) -> Tensor:
+    if (written := _for_many(x, weight)) is not None:
+        return fp8_linears.linear(fp8_linears.quantise_rows(x), written, bias, x.dtype)
     x = _in_order(x, weight)
     if len(x) > MAX_ROWS and weight.shape[0] <= _MOST_WRITTEN_OUT:
         return F.linear(x, dequantised(weight, x.dtype), bias)
@@ -473,20 +484,25 @@ def linear(x: Tensor, weight: IntWeight, bias: Tensor | None) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: IntWeight, bias: Tensor | None) -> Tensor:
+    if (written := _for_many(x, weight)) is not None:
+        return fp8_linears.linear(fp8_linears.quantise_rows(x, norm, eps), written, bias, x.dtype)
     return linear(rms_norm(x, norm, eps), weight, bias)
 
 
 def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: IntWeight) -> Tensor:
-    x = rms_norm(x, norm, eps)
     width = weight.shape[0] // 2
     if width % TILE or len(x) > MAX_ROWS:
-        return silu_mul(linear(x, weight, None))
+        return silu_mul(norm_linear(x, norm, eps, weight, None))
+    x = rms_norm(x, norm, eps)
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     product(_in_order(x, weight), weight, None, None, out, gated=True)
     return out
 
 
 def linear_add(x: Tensor, weight: IntWeight, bias: Tensor | None, residual: Tensor) -> None:
+    if (written := _for_many(x, weight)) is not None:
+        fp8_linears.linear_add(fp8_linears.quantise_rows(x), written, bias, residual)
+        return
     x = _in_order(x, weight)
     if len(x) <= MAX_ROWS:
         product(x, weight, bias, residual, residual)
@@ -494,6 +510,13 @@ def linear_add(x: Tensor, weight: IntWeight, bias: Tensor | None, residual: Tens
     residual.addmm_(x, dequantised(weight, x.dtype).t())
     if bias is not None:
         residual.add_(bias)
+
+
+def _for_many(x: Tensor, weight: IntWeight) -> Fp8Weight | None:
+    """Return the weight as e4m3, where it is multiplied so by this many rows."""
+    if len(x) <= MAX_ROWS or weight.row_scales is None:
+        return None
+    return Fp8Weight(dequantised(weight, E4M3), weight.row_scales)
 
 
 def _in_order(x: Tensor, weight: IntWeight) -> Tensor:
