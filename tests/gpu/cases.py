@@ -32,7 +32,7 @@ from tests.gpu.steps import (
 from weft.kernels import REFERENCE, AttentionBatch, HeadNorms, HeadShape, Ops, reference
 from weft.kernels import sampling as draws
 from weft.kernels.batch import AdapterGroups
-from weft.kernels.fp8 import GROUP, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
+from weft.kernels.fp8 import E4M3, GROUP, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
 from weft.kernels.int_weights import IntGroups, IntWeight, pack
 from weft.kernels.kv_cache import Fp8Cache, LayerCache
 from weft.kernels.triton import (
@@ -52,7 +52,7 @@ from weft.kernels.triton import prefill_attention as attention
 from weft.kernels.triton.elementwise import gather_inputs, rotate_and_store
 from weft.kernels.triton.launch import overlapping_launches
 from weft.kernels.triton.thresholds import keep_thresholds
-from weft.kernels.weights import SlotLowRank
+from weft.kernels.weights import SlotLowRank, Weight
 from weft.machine.memory import slot_rank
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -447,13 +447,25 @@ def check_fp8_rows(rows: int, columns: int, dtype: torch.dtype) -> None:
 
 
 def check_fp8_ops(rows: int, n: int, k: int, dtype: torch.dtype, grouped: bool) -> None:
-    """Whichever kernel takes this number of rows, they are rounded first."""
-    x, weight, bias = randn(rows, k, dtype=dtype), random_fp8(n, k, grouped), randn(n, dtype=dtype)
+    weight = random_fp8(n, k, grouped)
+    check_rounded(rows, weight, weight, dtype)
+
+
+def check_w4a8(rows: int, n: int, k: int, group: int, dtype: torch.dtype, zeros: bool = True) -> None:
+    weight = random_int4(n, k, group, dtype, zeros).for_fp8_inputs()
+    numbers = (weight.dequantised().to(dtype).float() / weight.row_scales.T).to(E4M3)
+    check_rounded(rows, weight, Fp8Weight(numbers, weight.row_scales), dtype)
+
+
+def check_rounded(rows: int, weight: Weight, rounded: Fp8Weight, dtype: torch.dtype) -> None:
+    """Whichever kernel takes this number of rows, they are rounded first, and the weight to the other one."""
+    n, k = weight.shape
+    x, bias = randn(rows, k, dtype=dtype), randn(n, dtype=dtype)
     residual, scale = randn(rows, n, dtype=dtype), 1 + randn(k, dtype=dtype) / 10
     # A normalised input near the border of two numbers may be rounded to either.
     tolerance, rough = FP8_TOLERANCE[dtype], 2 * TOLERANCE[BF16]
-    plain = reference.linear(rounded_rows(x.float()), weight, bias.float())
-    normed = reference.linear(rounded_rows(reference.rms_norm(x, scale, 1e-6).float()), weight, bias.float())
+    plain = reference.linear(rounded_rows(x.float()), rounded, bias.float())
+    normed = reference.linear(rounded_rows(reference.rms_norm(x, scale, 1e-6).float()), rounded, bias.float())
     with poisoned():
         assert_near(linears.linear(x, weight, bias), plain, tolerance)
         assert_near(linears.norm_linear(x, scale, 1e-6, weight, bias), normed, rough)
@@ -1038,6 +1050,8 @@ def cases() -> dict[str, Callable[[], None]]:
                 add(check_fp8_ops, rows, n, k, BF16, grouped)
             for rows in (200, 500):
                 add(check_fp8_tiled, rows, n, k, BF16, grouped)
+        for group, zeros in ((128, True), (32, False)):
+            add(check_w4a8, 300, n, k, group, BF16, zeros)
     for rows in (8, 32):
         add(check_skinny_replay, rows, 4096, 11008)
     # The interpreter cuts float32 to e4m3 where hardware rounds.

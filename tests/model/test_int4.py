@@ -15,6 +15,7 @@ from tests import tiny_models
 from tests.quantised_models import INT4, save_quantised, unquantised
 from weft.errors import ModelError
 from weft.hub.resolve import resolve
+from weft.kernels.fp8 import E4M3_MAX
 from weft.kernels.int_weights import GROUP, IntGroups, IntWeight, pack, quantised_groups
 from weft.kernels.reference import linear
 from weft.kernels.weights import DecoderWeights
@@ -90,6 +91,21 @@ def test_all_linear_weights_are_quantised(tmp_path: Path) -> None:
     # What has four bits already stays what it is.
     _, again = read(folder, "int4")
     assert isinstance(again.layers[0].qkv, IntWeight) and again.layers[0].qkv.group_size == 32
+
+
+@pytest.mark.parametrize("method", ["", *INT4])
+def test_for_rounded_inputs_no_number_of_a_row_is_too_large(method: str, tmp_path: Path) -> None:
+    """Weights that are quantised here, and those of checkpoints whose columns are in their order."""
+    plain, folder = made(tmp_path, method or "awq")
+    _, weights = read(folder if method else plain, "w4a8")
+    for layer in weights.layers:
+        for name in LINEARS:
+            held = getattr(layer, name)
+            assert (held.row_scales is None) == (held.order is not None)
+            if held.row_scales is not None:
+                assert held.row_scales.shape == (1, held.shape[0])
+                largest = (held.dequantised() / held.row_scales.T).abs().amax(1)
+                assert (largest <= E4M3_MAX * 1.0001).all() and (largest >= E4M3_MAX / 16).all()
 
 
 def test_parts_that_are_not_packed_alike_become_floats(tmp_path: Path) -> None:

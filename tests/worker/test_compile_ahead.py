@@ -60,6 +60,7 @@ def test_a_task_that_fails_is_told_and_the_others_are_done(tmp_path: Path) -> No
         ("dequantise", torch.bfloat16, Shard(0, 2), {"_decode_kernel", "_skinny_kernel", "_one_shot_kernel"}),
         ("fp8", torch.bfloat16, WHOLE, {"_tiled_kernel", "_quantise_kernel", "_int_kernel"}),
         ("int4", torch.bfloat16, WHOLE, {"_int_kernel"}),
+        ("w4a8", torch.bfloat16, WHOLE, {"_int_kernel", "_dequantise_kernel", "_quantise_kernel", "_tiled_kernel"}),
     ],
 )
 def test_the_kernels_of_steps_are_found_without_a_gpu(

@@ -102,9 +102,9 @@ def refuse(config: Config, files: ModelFiles | None) -> None:
             hint="Leave one of them out.",
         )
     quantization = config.backend.quantization
-    if quantization not in ("", "fp8", "int8", "int4"):
+    if quantization not in ("", "fp8", "int8", "int4", "w4a8"):
         raise ConfigError(
-            f"The engine native quantises weights to fp8, int8 or int4: --quantization cannot be {quantization}.",
+            f"The engine native quantises weights to fp8, int8, int4 or w4a8: --quantization cannot be {quantization}.",
             hint="Leave it out for a checkpoint of FP8, AWQ, GPTQ or compressed-tensors, or take an engine of vLLM.",
         )
     device = accelerator() if config.model.device == "auto" else config.model.device

@@ -223,7 +223,7 @@ def quantised_bytes(geometry: Shape, weights: Weights, quantization: str, dtype:
     head = int8_head_bytes(geometry, dtype, in_panels=not on_gpu) if quantization else 0
     if quantization == "fp8" or (weights.fp8 and not quantization):
         return fp8_bytes(geometry, dtype, grouped=weights.has_fp8_blocks) + head
-    if quantization == "int4" and not weights.int4:
+    if quantization in ("int4", "w4a8") and not weights.int4:
         return int4_bytes(geometry, dtype) + head
     if quantization == "int8" and not (weights.int8 and on_gpu):
         return int8_bytes(geometry, dtype, in_panels=not on_gpu) + head

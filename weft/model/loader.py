@@ -19,7 +19,7 @@ from weft.checkpoint import gguf, tokenizer_assets
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
 from weft.kernels.fp8 import E4M3, GROUP, Fp8Weight, quantise_rows
-from weft.kernels.int_weights import IntGroups, int8_rows, is_multiplied, joined, quantised_groups
+from weft.kernels.int_weights import IntGroups, IntWeight, int8_rows, is_multiplied, joined, quantised_groups
 from weft.kernels.int_weights import pack as pack_ints
 from weft.kernels.panel_format import BLOCK, PanelLayout, format_for
 from weft.kernels.quantised import QuantisedWeight, pack
@@ -323,17 +323,22 @@ class _Loading:
         if self.linears == "fp8" or (self.linears == "keep" and self.has_fp8(parts, layer)):
             return self.fp8_weight(parts, columns, layer)
         if self.linears in ("keep", "int4", "w4a8") and all(self.has_int4(part, layer) for part in parts):
-            return self.int4_weight(parts, columns, layer)
+            return self.for_inputs(self.int4_weight(parts, columns, layer))
         if self.linears in ("keep", "int8") and self.panels is None and all(self.has_int8(one, layer) for one in parts):
             return self.packed([self.read_int8(part, rows, columns, layer) for part, rows in parts.items()])
         if self.linears == "keep" and (read := self.block_groups(parts, columns, layer)) is not None:
             return pack_ints(joined(read), self.dtype)
         if self.linears in ("int4", "w4a8"):
-            weight = pack_ints(quantised_groups(self.fused(parts, (columns,), layer)), self.dtype)
-            return weight.for_fp8_inputs() if self.linears == "w4a8" else weight
+            return self.for_inputs(pack_ints(quantised_groups(self.fused(parts, (columns,), layer)), self.dtype))
         if self.linears == "int8":
             return self.int8_weight(self.fused(parts, (columns,), layer))
         return self.table(parts, columns, layer)
+
+    def for_inputs(self, weight: Weight) -> Weight:
+        """Return a weight of four bits, with what it takes where the inputs of many tokens are rounded."""
+        if self.linears != "w4a8" or not isinstance(weight, IntWeight) or weight.order is not None:
+            return weight
+        return weight.for_fp8_inputs()
 
     def table(self, parts: dict[str, int], columns: int, layer: int = -1) -> Table:
         """Return a weight of several parts, in panels where it can be."""

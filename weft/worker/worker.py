@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE_BYTES = 512 * 2**20
 STEPS_BEFORE_READY = 2
-FIRST_TO_MULTIPLY = {"fp8": (8, 9), "int4": (8, 0), "int8": (8, 0)}
+FIRST_TO_MULTIPLY = {"fp8": (8, 9), "w4a8": (8, 9), "int4": (8, 0), "int8": (8, 0)}
 """The compute capability from which on matrix units multiply e4m3, and bfloat16."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -353,18 +353,12 @@ def _linears(
         raise ConfigError(
             f"--quantization {wanted} does not go with --dtype float32."
             if can_multiply
-            else f"{name} does not multiply {wanted.upper() if wanted == 'fp8' else wanted}: --quantization {wanted} "
-            f"needs an NVIDIA GPU of compute capability {first[0]}.{first[1]}.",
+            else f"{name} does not multiply {wanted.upper() if first == FIRST_TO_MULTIPLY['fp8'] else wanted}: "
+            f"--quantization {wanted} needs an NVIDIA GPU of compute capability {first[0]}.{first[1]}.",
             hint="Leave --dtype at auto." if can_multiply else "Leave --quantization out.",
         )
-    if (
-        wanted == "int4"
-        and torch.cuda.get_device_capability(device) >= FIRST_TO_MULTIPLY["fp8"]
-        and is_on("fp8-prompts")
-    ):
-        return "w4a8"
     if wanted:
-        return "fp8" if wanted == "fp8" else "int8" if wanted == "int8" else "int4"
+        return "fp8" if wanted == "fp8" else "int8" if wanted == "int8" else "w4a8" if wanted == "w4a8" else "int4"
     return "keep" if stored.is_quantised and can_multiply and dtype != torch.float32 else "dequantise"
 
 
