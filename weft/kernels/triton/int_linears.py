@@ -377,7 +377,7 @@ def _dequantise_kernel(
     column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     weights = _whole_tile(quarters, 1)
     if SCALED:
-        weights = weights.to(tl.float32) / tl.load(row_scales + row, mask=row < num_rows, other=1.0)
+        weights = weights.to(tl.float32) * (1.0 / tl.load(row_scales + row, mask=row < num_rows, other=1.0))
     # The kernel before this one may still read what is overwritten.
     wait_for_inputs(PDL)
     tl.store(
