@@ -210,7 +210,7 @@ def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, CutSource]]:
 
 
 LinearLoading: TypeAlias = Literal["dequantise", "keep", "fp8", "int4", "int8", "w4a8"]
-"""It says how the decoder\'s linear weights are held: as floats, as the files have them, or quantised."""
+"""It says how the decoder's linear weights are held: as floats, as the files have them, or quantised."""
 _QUANTISED_ROWS = 1 << 14
 """Rows of a weight that are quantised at a time."""
 
