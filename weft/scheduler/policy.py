@@ -116,7 +116,7 @@ class StepPace:
         self._growth = self._fitted_growth()
 
     def _cost_at(self, context: float) -> float:
-        """A longer context costs more. But on a GPU a shorter one is not trusted to cost less before it was seen to:
+        """A longer context costs more. But on a CPU a shorter one is not trusted to cost less before it was seen to:
         what looks like growth may be a machine that became slower meanwhile."""
         if context <= self._context and not self._on_gpu:
             return self._cost
