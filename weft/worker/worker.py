@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import ExitStack
 from functools import partial
+from typing import cast
 
 import torch
 from msgspec.structs import asdict, replace
@@ -358,7 +359,7 @@ def _linears(
             hint="Leave --dtype at auto." if can_multiply else "Leave --quantization out.",
         )
     if wanted:
-        return "fp8" if wanted == "fp8" else "int8" if wanted == "int8" else "w4a8" if wanted == "w4a8" else "int4"
+        return cast(LinearLoading, wanted)
     return "keep" if stored.is_quantised and can_multiply and dtype != torch.float32 else "dequantise"
 
 
