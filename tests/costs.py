@@ -94,7 +94,7 @@ async def measure(server: GuardedServer, canary: Canary, table: Table) -> None:
         began = time.perf_counter()
         status, body = await http.send(request)
         seconds = time.perf_counter() - began
-        gap_ms, _ = canary.listen()
+        gap_ms = canary.listen().gap_ms
         figures = (f"{len(request.body) / 1e6:.2f}", f"{gap_ms:.0f}", f"{max(0.0, memory.peak() - before):.0f}")
         table.add_row(name, *figures, str(status), f"{seconds:.2f}", f"{len(body) / 1e6:.2f}")
     http.close()
@@ -106,7 +106,10 @@ def main() -> None:
         folder = Path(name)
         model = tiny_models.save_directory("smollm2", folder / "tiny")
         images = save_image_model(folder / "dit", tiny_models.SPECS["smollm2"].hidden)
-        with GuardedServer(model, images, folder / "keys") as server, Canary(server.url, "good") as canary:
+        with (
+            GuardedServer(model, images, folder / "keys") as server,
+            Canary(server.url, "good", server.process.pid) as canary,
+        ):
             asyncio.run(measure(server, canary, table))
     Console().print(table)
 

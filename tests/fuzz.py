@@ -292,11 +292,11 @@ class Fuzzer:
                 async with asyncio.timeout(LISTEN_S):
                     await never.wait()
             try:
-                gap_ms, _ = await asyncio.to_thread(self.canary.listen)
+                heard = await asyncio.to_thread(self.canary.listen)
             except AssertionError as error:
                 self.found.failures.append(f"the canary: {error}")
                 return
-            self.found.hear(gap_ms)
+            self.found.hear(heard.gap_ms)
             self.found.growth_mb = max(self.found.growth_mb, self.memory.peak() - before)
 
     async def send_alone(self, index: int, one: Fuzz) -> None:
@@ -308,7 +308,8 @@ class Fuzzer:
             return
         if not seen.is_short:
             self.found.failures.append(
-                f"request {index} ({one.kind}): the canary heard nothing for {seen.gap_ms:.0f} ms, {TRIES} times"
+                f"request {index} ({one.kind}): the server computed for {seen.gap_ms:.0f} ms between two pieces of the "
+                f"canary, {TRIES} times"
             )
         if seen.growth_mb > MAX_GROWTH_MB:
             self.found.failures.append(f"request {index} ({one.kind}): {seen.growth_mb:.0f} MB more")
@@ -380,7 +381,7 @@ def summary(fuzzer: Fuzzer, server: GuardedServer, began_mb: float, num_songs: i
 async def fuzz(server: GuardedServer, num_requests: int, seed: int, only: int | None, console: Console) -> bool:
     openapi = server.get("/openapi.json").json()
     address = f"127.0.0.1:{server.grpc_port()}"
-    with Canary(server.url, "good") as canary:
+    with Canary(server.url, "good", server.process.pid) as canary:
         async with grpc.aio.insecure_channel(address) as channel:
             fuzzer = Fuzzer(server, canary, channel)
             await fuzzer.keep_a_response()
@@ -403,7 +404,7 @@ async def fuzz(server: GuardedServer, num_requests: int, seed: int, only: int | 
                 for index, one in suspects.items():
                     await fuzzer.send_alone(index, one)
                     progress.advance(bar)
-            _, num_songs = canary.listen()
+            num_songs = canary.listen().songs
         report(fuzzer.found, server, suspects, console)
     wait_until(lambda: not server.metric("weft_num_requests_running"), "that the server is idle")
     table, is_good = summary(fuzzer, server, began_mb, num_songs)

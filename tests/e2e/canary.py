@@ -1,10 +1,9 @@
-"""A client that must notice nothing: `python -m tests.e2e.canary URL KEY` streams the same chat again and again, in a
-process of its own. To every line that it is sent it answers with the longest time between two pieces since the last,
-in milliseconds, and how many answers were whole and the same as the first."""
+"""A client that must notice nothing: `python -m tests.e2e.canary URL KEY PID` streams the same chat again and again, in
+a process of its own. To every line that it is sent it answers with what it `Heard` since the last. PID is the server's.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import math
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from msgspec import Struct
@@ -28,12 +28,34 @@ BODY = {
 }  # fmt: skip
 
 
+class Heard(NamedTuple):
+    gap_ms: float
+    """The longest time between two pieces."""
+    computed_ms: float
+    """How much of such a time the server computed, at most: a busy machine adds to gaps, but not to that."""
+    songs: int
+    """Answers so far that were whole, and the same as the first."""
+
+
+class Clock(NamedTuple):
+    """Now, and the CPU time of a process until now."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def of(cls, pid: int) -> Clock:
+        # The kernel's number of the CPU clock of a whole process.
+        return cls(time.monotonic(), time.clock_gettime(~pid << 3 | 2))
+
+
 class Singer:
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, pid: str) -> None:
+        self._pid = int(pid)
         self._address = urlsplit(url).netloc
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        self._heard = time.monotonic()
-        self._longest = 0.0
+        self._last = Clock.of(self._pid)
+        self._longest = self._computed = 0.0
         self._song = ""
         self.songs = 0
         self.trouble = ""
@@ -46,10 +68,18 @@ class Singer:
         except Exception as error:
             self.trouble = repr(error)
 
-    def longest_ms(self) -> float:
-        longest = max(self._longest, time.monotonic() - self._heard)
-        self._longest = 0.0
-        return 1000 * longest
+    def heard(self) -> Heard:
+        self._hear(self._last)
+        heard = Heard(1000 * self._longest, 1000 * self._computed, self.songs)
+        self._longest = self._computed = 0.0
+        return heard
+
+    def _hear(self, last: Clock) -> Clock:
+        now = Clock.of(self._pid)
+        wall = now.wall - last.wall
+        self._longest = max(self._longest, wall)
+        self._computed = max(self._computed, min(wall, now.cpu - last.cpu))
+        return now
 
     def _sing(self, connection: http.client.HTTPConnection) -> None:
         connection.request("POST", "/v1/chat/completions", json.dumps(BODY), self._headers)
@@ -57,8 +87,7 @@ class Singer:
         assert response.status == 200, response.read()
         text = ""
         while line := response.readline():
-            now = time.monotonic()
-            self._longest, self._heard = max(self._longest, now - self._heard), now
+            self._last = self._hear(self._last)
             if line.startswith(b"data: {"):
                 [choice] = json.loads(line[6:])["choices"]
                 text += choice["delta"].get("content") or ""
@@ -70,30 +99,30 @@ class Singer:
 class Canary:
     """The canary's process, as the test sees it."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, pid: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.canary", url, key],
+            [sys.executable, "-m", "tests.e2e.canary", url, key, str(pid)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
     def __enter__(self) -> Canary:
-        wait_until(lambda: self.listen()[1], "the first song")
+        wait_until(lambda: self.listen().songs, "the first song")
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._process.kill()
         self._process.communicate()
 
-    def listen(self) -> tuple[float, int]:
-        """The longest gap since the last call, in ms, and the number of songs so far. Raises what went wrong."""
+    def listen(self) -> Heard:
+        """Return what was heard since the last call. Raises what went wrong."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        longest, songs, trouble = json.loads(self._process.stdout.readline())
+        heard, trouble = json.loads(self._process.stdout.readline())
         assert not trouble, trouble
-        return longest, songs
+        return Heard(*heard)
 
 
 class Memory:
@@ -118,57 +147,40 @@ class Memory:
 
 MAX_GAP_MS = 250
 TRIES = 4
-"""A machine that is busy with other work makes gaps of its own, but not each time."""
+"""The server may compute what is its own while the machine is busy with other work, but not each time."""
 
 
 class Noticed(Struct, frozen=True):
     gap_ms: float
+    """How long the server computed between two pieces, at most."""
     growth_mb: float
-    max_gap_ms: float = MAX_GAP_MS
 
     @property
     def is_short(self) -> bool:
-        return self.gap_ms <= self.max_gap_ms
+        return self.gap_ms <= MAX_GAP_MS
 
 
 async def noticed(send: Callable[[], Awaitable[object]], canary: Canary, memory: Memory) -> Noticed:
     """Send a request, and again while the canary hears nothing for too long: returns the shortest of its longest gaps,
-    and the most memory that the server took meanwhile. Where all were too long, the machine may be to blame: twice the
-    gap that the canary has without the request is allowed then."""
+    and the most memory that the server took meanwhile."""
     gap_ms, growth_mb = math.inf, 0.0
     for _ in range(TRIES):
         before = memory.now()
         memory.reset_peak()
         canary.listen()
         await send()
-        gap_ms = min(gap_ms, canary.listen()[0])
+        gap_ms = min(gap_ms, canary.listen().computed_ms)
         growth_mb = max(growth_mb, memory.peak() - before)
         if gap_ms <= MAX_GAP_MS:
-            return Noticed(gap_ms, growth_mb)
-    idle_ms = await asyncio.to_thread(_idle_gap, canary)
-    return Noticed(gap_ms, growth_mb, max(MAX_GAP_MS, 2 * idle_ms))
-
-
-def _idle_gap(canary: Canary) -> float:
-    """Return the longest gap of some songs with nobody else."""
-    _, songs = canary.listen()
-    longest = 0.0
-
-    def sung() -> bool:
-        nonlocal longest
-        gap_ms, now = canary.listen()
-        longest = max(longest, gap_ms)
-        return now >= songs + TRIES
-
-    wait_until(sung, "some songs")
-    return longest
+            break
+    return Noticed(gap_ms, growth_mb)
 
 
 def main() -> None:
     singer = Singer(*sys.argv[1:])
     threading.Thread(target=singer.sing_on, daemon=True).start()
     for _ in sys.stdin:
-        sys.stdout.write(json.dumps([singer.longest_ms(), singer.songs, singer.trouble]) + "\n")
+        sys.stdout.write(json.dumps([singer.heard(), singer.trouble]) + "\n")
         sys.stdout.flush()
 
 

@@ -52,7 +52,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def canary(server: GuardedServer) -> Iterator[Canary]:
-    with Canary(server.url, "good") as canary:
+    with Canary(server.url, "good", server.process.pid) as canary:
         yield canary
 
 
@@ -66,7 +66,9 @@ async def check_unnoticed(
     before = memory.now()
     for too_much in random.Random(15).sample(whole, min(SAMPLE, len(whole))):
         seen = await noticed(partial(ask, too_much), canary, memory)
-        assert seen.is_short, f"{too_much}: nothing heard for {seen.gap_ms:.0f} ms, {TRIES} times in a row"
+        assert seen.is_short, (
+            f"{too_much}: the server computed for {seen.gap_ms:.0f} ms between two pieces, {TRIES} times"
+        )
         assert seen.growth_mb <= MAX_GROWTH_MB, f"{too_much}: {seen.growth_mb:.0f} MB more"
     wait_until(lambda: memory.now() <= 1.1 * before, "its memory comes back")
     assert server.longest_stall() < MAX_STALL_S, f"stalls of the event loop, by seconds: {server.stalls()}"
