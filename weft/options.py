@@ -185,9 +185,7 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
     max_prefill_chunk: Annotated[
         int,
-        _doc(
-            "Prompt tokens of one request in a step; 0: 256 on CPU, 2048 on GPU, 4096 there with weights of FP8.", ge=0
-        ),
+        _doc("Prompt tokens of one request in a step; 0: 256 on CPU, 2048 on GPU, 4096 there with fp8 and w4a8.", ge=0),
     ] = 0
     max_mixed_prefill: Annotated[
         int,

@@ -151,29 +151,29 @@ TRIES = 4
 
 
 class Noticed(Struct, frozen=True):
-    gap_ms: float
+    computed_ms: float
     """How long the server computed between two pieces, at most."""
     growth_mb: float
 
     @property
     def is_short(self) -> bool:
-        return self.gap_ms <= MAX_GAP_MS
+        return self.computed_ms <= MAX_GAP_MS
 
 
 async def noticed(send: Callable[[], Awaitable[object]], canary: Canary, memory: Memory) -> Noticed:
-    """Send a request, and again while the canary hears nothing for too long: returns the shortest of its longest gaps,
-    and the most memory that the server took meanwhile."""
-    gap_ms, growth_mb = math.inf, 0.0
+    """Send a request, and again while the server computes for too long between two pieces of the canary's: returns the
+    shortest of the longest such times, and the most memory that the server took meanwhile."""
+    computed_ms, growth_mb = math.inf, 0.0
     for _ in range(TRIES):
         before = memory.now()
         memory.reset_peak()
         canary.listen()
         await send()
-        gap_ms = min(gap_ms, canary.listen().computed_ms)
+        computed_ms = min(computed_ms, canary.listen().computed_ms)
         growth_mb = max(growth_mb, memory.peak() - before)
-        if gap_ms <= MAX_GAP_MS:
+        if computed_ms <= MAX_GAP_MS:
             break
-    return Noticed(gap_ms, growth_mb)
+    return Noticed(computed_ms, growth_mb)
 
 
 def main() -> None:

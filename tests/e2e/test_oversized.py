@@ -67,7 +67,7 @@ async def check_unnoticed(
     for too_much in random.Random(15).sample(whole, min(SAMPLE, len(whole))):
         seen = await noticed(partial(ask, too_much), canary, memory)
         assert seen.is_short, (
-            f"{too_much}: the server computed for {seen.gap_ms:.0f} ms between two pieces, {TRIES} times"
+            f"{too_much}: the server computed for {seen.computed_ms:.0f} ms between two pieces, {TRIES} times"
         )
         assert seen.growth_mb <= MAX_GROWTH_MB, f"{too_much}: {seen.growth_mb:.0f} MB more"
     wait_until(lambda: memory.now() <= 1.1 * before, "its memory comes back")

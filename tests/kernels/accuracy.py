@@ -31,7 +31,7 @@ from weft.checkpoint.tokenizer_assets import text_assets
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, AttentionBatch, Ops, reference
 from weft.kernels.cpu import native_step, panel_layout
-from weft.kernels.fp8 import E4M3, Fp8Weight, fp8_weight, rounded_rows
+from weft.kernels.fp8 import E4M3, Fp8Weight, rounded_rows
 from weft.kernels.int_weights import IntWeight
 from weft.kernels.kv_cache import zero_cache
 from weft.kernels.panel_format import PanelLayout
@@ -165,7 +165,9 @@ def _of(layer: LayerWeights, held: Callable[[Weight], Weight]) -> LayerWeights:
 
 def _in_e4m3(weight: Weight) -> Weight:
     """Round a weight of four bits as long prompts multiply it."""
-    return fp8_weight(weight.dequantised()) if isinstance(weight, IntWeight) else weight
+    if not isinstance(weight, IntWeight) or weight.row_scales is None:
+        return weight
+    return Fp8Weight((weight.dequantised() / weight.row_scales.T).to(E4M3), weight.row_scales)
 
 
 def _in_bfloat16(weight: Weight) -> Weight:

@@ -354,8 +354,8 @@ def _linears(
         raise ConfigError(
             f"--quantization {wanted} does not go with --dtype float32."
             if can_multiply
-            else f"{name} does not multiply {wanted.upper() if first == FIRST_TO_MULTIPLY['fp8'] else wanted}: "
-            f"--quantization {wanted} needs an NVIDIA GPU of compute capability {first[0]}.{first[1]}.",
+            else f"{name} does not multiply {wanted.upper() if wanted == 'fp8' else wanted}: --quantization {wanted} "
+            f"needs an NVIDIA GPU of compute capability {first[0]}.{first[1]}.",
             hint="Leave --dtype at auto." if can_multiply else "Leave --quantization out.",
         )
     if wanted:
