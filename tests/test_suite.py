@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import pauses
+
 TESTS = Path(__file__).parent
 SLEEPERS = {"time", "asyncio", "anyio"}
 """Modules whose sleep waits for time instead of a condition."""
@@ -111,6 +113,15 @@ def test_no_test_waits_for_time(texts: dict[str, str]) -> None:
     }
     found = [f"{name}:{line}" for name, text in sleepers.items() for line in sleeps(text)]
     assert not found, f"wait for a condition (tests/waiting.py), an Event, or on the virtual clock: {found}"
+
+
+@pytest.mark.parametrize(("waits", "behind"), [("", []), ("eager", []), ("late", [0.1])])
+def test_waits_can_be_as_short_as_possible_or_too_long(waits: str, behind: list[float]) -> None:
+    """Both show which tests take it for granted how often a condition is looked at."""
+    looks = iter([False, True])
+    looking = pauses(lambda: next(looks), "the second look", waits)
+    assert (next(looking) == 0) == (waits == "eager")
+    assert list(looking) == behind
 
 
 def test_no_client_gives_up_after_a_few_seconds(texts: dict[str, str]) -> None:

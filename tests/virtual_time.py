@@ -22,7 +22,7 @@ class _JumpingSelector(selectors.SelectSelector):
         return super().select(0)
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class Loop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
@@ -42,7 +42,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` on a loop whose clock jumps. time.monotonic and time.perf_counter tell its time meanwhile."""
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=_Loop) as runner:
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=Loop) as runner:
         loop = runner.get_loop()
         patch.setattr(time, "monotonic", loop.time)
         patch.setattr(time, "perf_counter", loop.time)
@@ -55,5 +55,5 @@ def now() -> float:
 
 async def sleep(seconds: float) -> None:
     """Let time pass, which is possible on the clock that jumps alone: a test never waits for real time."""
-    assert isinstance(asyncio.get_running_loop(), _Loop), "only `virtual_time.run` lets time pass"
+    assert isinstance(asyncio.get_running_loop(), Loop), "only `virtual_time.run` lets time pass"
     await asyncio.sleep(seconds)

@@ -234,6 +234,8 @@ class ScriptedEngine:
         self.image_script: Sequence[Step] | None = None
         """None: every step, to the end."""
         self.open: set[str] = set()
+        self.held: set[str] = set()
+        """Requests whose stream waits for a condition: all outputs before it have been taken in."""
         self.messages: Sequence[Mapping[str, Any]] = ()
         self.template_variables: Mapping[str, Any] | None = None
         self.tools: Sequence[Mapping[str, Any]] | None = None
@@ -402,8 +404,11 @@ class _Play(Stream):
                 case float():
                     await virtual_time.sleep(step)
                 case condition:
+                    self._engine.held.add(self._request_id)
                     await condition()
+                    self._engine.held.discard(self._request_id)
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         self._engine.open.discard(self._request_id)
+        self._engine.held.discard(self._request_id)

@@ -73,7 +73,7 @@ def test_a_snapshot_tells_of_a_model_and_of_the_requests_that_run_and_have_ended
         assert (await client.post(CHAT, json=HELLO, headers={"x-request-id": "before"})).status_code == 200
         engine.script = ENDLESS
         running = asyncio.create_task(client.post(CHAT, json=HELLO, headers={"x-request-id": "now"}))
-        await until(lambda: engine.open)
+        await until(lambda: engine.held)
         async with watching(admission) as following:
             first = await following()
             [model] = first.models

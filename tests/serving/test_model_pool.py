@@ -105,8 +105,7 @@ def test_ten_requests_start_a_model_once() -> None:
         async with house("a", "b") as opened:
             opened.roster.gates["a"] = asyncio.Event()
             herd = [asyncio.create_task(opened.said("a")) for _ in range(10)]
-            await until(lambda: opened.slot("a").num_claims == 10)
-            assert opened.states()["a"] == "loading"
+            await until(lambda: opened.slot("a").num_claims == 10 and opened.states()["a"] == "loading")
             assert await opened.said("b") == "I am b"
             opened.roster.gates["a"].set()
             assert await asyncio.gather(*herd) == ["I am a"] * 10

@@ -234,8 +234,8 @@ def test_a_client_that_hangs_up_ends_its_images_and_every_end_is_counted(stream:
             assert connection.recv(100)
         connection.close()
         wait_until(lambda: not engine.open)
-        metrics = httpx.get(url + "/metrics", timeout=PATIENCE).text
-    assert 'weft_request_success_total{finished_reason="abort",model_name="scripted"} 3.0' in metrics
+        counted = 'weft_request_success_total{finished_reason="abort",model_name="scripted"} 3.0'
+        wait_until(lambda: counted in httpx.get(url + "/metrics", timeout=PATIENCE).text, "all ends are counted")
 
 
 def test_a_prompt_and_its_images_are_charged_to_the_key() -> None:
