@@ -1,7 +1,7 @@
 """Waiting for a condition. Tests order events with these, never with a sleep: see tests/test_suite.py.
 
-A test that waits for less than it needs fails when conditions are looked at all the time (TEST_WAITS=eager), and one that
-waits for what soon is over when tests go on a while later (TEST_WAITS=late), whatever the machine does meanwhile.
+A test that waits for less than it needs fails when conditions are looked at all the time (TEST_WAITS=eager), and one
+that waits for what soon is over when tests go on a while later (TEST_WAITS=late), whatever the machine does meanwhile.
 """
 
 from __future__ import annotations

@@ -18,19 +18,20 @@ class Connections:
 
     async def ask(self, request: bytes) -> tuple[int, str]:
         """Return the status and the body of the answer. Raises ConnectionError and TimeoutError."""
-        self._idle = [connection for connection in self._idle if connection.is_open]
-        if self._idle:
-            pieces: list[bytes] = []
-            try:
-                return await self._ask_on(self._idle.pop(), request, pieces)
-            except ConnectionError:
-                # The server closes those that were idle for some seconds, perhaps while a request is on its way.
-                if pieces:
-                    raise
-        return await self._ask_on(await Connection.open(self.address), request, [])
+        async with asyncio.timeout(PATIENCE):
+            self._idle = [connection for connection in self._idle if connection.is_open]
+            if self._idle:
+                pieces: list[bytes] = []
+                try:
+                    return await self._ask_on(self._idle.pop(), request, pieces)
+                except ConnectionError:
+                    # The server closes those that were idle for some seconds, perhaps while a request is on its way.
+                    if pieces:
+                        raise
+            return await self._ask_on(await Connection.open(self.address), request, [])
 
     async def _ask_on(self, connection: Connection, request: bytes, pieces: list[bytes]) -> tuple[int, str]:
-        status = await asyncio.wait_for(connection.ask(request, pieces.append), PATIENCE)
+        status = await connection.ask(request, pieces.append)
         if connection.is_open:
             self._idle.append(connection)
         return status, b"".join(pieces).decode()
