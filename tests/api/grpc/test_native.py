@@ -134,7 +134,7 @@ def test_a_prompt_beyond_the_context_is_refused(run: Run) -> None:
     run(scenario)
 
 
-def test_a_stream_survives_the_death_of_the_engine(run: Run) -> None:
+def test_a_stream_survives_the_death_of_the_engine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     long = GREEDY | {"max_new_tokens": 400}
 
     async def scenario(engine: NativeEngine) -> None:
@@ -142,11 +142,18 @@ def test_a_stream_survives_the_death_of_the_engine(run: Run) -> None:
             undisturbed = text_of(await answer_to(opened, ask(COUNTING, generation=long)))
             call = opened.predict([ask(COUNTING, generation=long)])
             responses = [await call.read()]
-            pid = engine.client.engine_pid
+            pid, connect, was_asked = engine.client.engine_pid, engine.client._connect, asyncio.Event()
             assert pid is not None
+
+            async def connect_later() -> None:
+                await was_asked.wait()
+                await connect()
+
+            monkeypatch.setattr(engine.client, "_connect", connect_later)
             os.kill(pid, signal.SIGKILL)
             await until(lambda: not engine.health().ready)
             assert not (await opened.health()).healthy
+            was_asked.set()
             while not responses[-1].end_of_stream:
                 responses.append(await call.read())
             check_whole(responses)
