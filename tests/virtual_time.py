@@ -7,8 +7,7 @@ import selectors
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
-
-import pytest
+from unittest import mock
 
 T = TypeVar("T")
 
@@ -42,10 +41,9 @@ class Loop(asyncio.SelectorEventLoop):
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` on a loop whose clock jumps. time.monotonic and time.perf_counter tell its time meanwhile."""
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=Loop) as runner:
-        loop = runner.get_loop()
-        patch.setattr(time, "monotonic", loop.time)
-        patch.setattr(time, "perf_counter", loop.time)
+    loop = Loop()
+    patch = mock.patch.multiple(time, monotonic=loop.time, perf_counter=loop.time)
+    with patch, asyncio.Runner(loop_factory=lambda: loop) as runner:
         return runner.run(work)
 
 

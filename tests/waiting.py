@@ -16,12 +16,13 @@ from tests import virtual_time
 PATIENCE = 300.0
 """Seconds after which a test gives up: long, because a busy machine is no failure."""
 WAITS = os.environ.get("TEST_WAITS", "")
+assert WAITS in ("", "eager", "late"), f"TEST_WAITS={WAITS}: eager or late"
 _POLL, _MOST, _LATER = 0.005, 0.1, 0.1
 
 
 async def until(condition: Callable[[], object], what: str = "the condition") -> None:
     """Return as soon as `condition` holds, while other tasks of the loop go on."""
-    # On the clock that jumps time passes where nobody else can go on: a test is never early or late there.
+    # On the clock that jumps time passes only when all tasks wait: what a test sees does not depend on the machine.
     waits = "" if isinstance(asyncio.get_running_loop(), virtual_time.Loop) else WAITS
     for pause in pauses(condition, what, waits):
         await asyncio.sleep(pause)
