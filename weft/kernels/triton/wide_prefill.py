@@ -9,8 +9,6 @@ while the matrix units multiply for one group, the softmax of the other's is com
 
 from __future__ import annotations
 
-import re
-
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -28,24 +25,9 @@ from weft.kernels.batch import HeadShape
 from weft.kernels.triton.launch import launch_options
 
 _LEAST = gl.constexpr(-1.0e30)
-_QUERIES, _TOKENS, _STAGES = 128, 64, 4
+_QUERIES, _TOKENS, _STAGES = 128, 128, 3
 """Queries and tokens of a tile, and tiles of keys and of values that are on their way or in use."""
 HEAD_DIM, BLOCK_SIZE = 128, 16
-
-
-def _keep_registers(backend, stages, options, language, capability):
-    """Take the moves of registers between warps out of the kernel's code: all warps have enough, and where there are
-    any ptxas waits for every product before it begins the next (C7512)."""
-    translate = stages["ptx"]
-
-    def translated(source, metadata):
-        code = translate(source, metadata)
-        return re.sub(r"\n\s*setmaxnreg[^\n]*", "", code) if "_wide_prefill_kernel" in code else code
-
-    stages["ptx"] = translated
-
-
-triton.knobs.runtime.add_stages_inspection_hook = _keep_registers
 
 
 @gluon.jit
@@ -104,15 +86,18 @@ def _copy(slot, ready, at, numbers, tile, length, block_stride, DIM: gl.constexp
 
 @gluon.jit
 def _softmax(scores, peak, scale, query_position, tile, BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
-             units: gl.constexpr):  # fmt: skip
-    """Return a tile's shares, their sums, the new peak, and what earlier sums shrink by."""
+             units: gl.constexpr, parts: gl.constexpr):  # fmt: skip
+    """Return a tile's shares, their sums by thread, the new peak, and what earlier sums shrink by."""
     if MASKED:
         position = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, units))
         scores = gl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
     highest = gl.maximum(peak, gl.max(scores, axis=1) * scale)
     shrink = gl.exp2(peak - highest)
     shares = gl.exp2(scores * scale - highest[:, None])
-    return shares, gl.sum(shares, axis=1), highest, shrink
+    # A thread has eight pairs of a row's columns: it adds those up by itself.
+    own = gl.reshape(shares, [shares.shape[0], BLOCK_N // 8, 4, 2])
+    own = gl.convert_layout(gl.sum(gl.sum(own, axis=3), axis=1), parts)
+    return shares, own, highest, shrink
 
 
 @gluon.jit
@@ -139,31 +124,61 @@ def _produce(
         numbers = coming
 
 
+_IN_TURN = gl.constexpr("""{
+.reg .pred never;
+.reg .f32 most;
+max.f32 most, $2, $3;
+setp.eq.f32 never, most, 0f7F800000;
+@never nanosleep.u32 1;
+mov.b32 $0, $2;
+mov.b32 $1, $3;
+}""")
+"""Sums of shares, which are never infinite, on which a branch depends: ptxas moves a wait for products before all that
+does not need them, but not before a branch."""
+
+
+@gluon.jit
+def _multiply_keys(query_tile, keys, keys_ready, tile, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                   STAGES: gl.constexpr, units: gl.constexpr):  # fmt: skip
+    """Begin to multiply the queries by a tile of keys."""
+    slot, turn = tile % STAGES, tile // STAGES & 1
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, units)
+    mbarrier.wait(keys_ready.index(slot), turn)
+    fence_async_shared()
+    return warpgroup_mma(query_tile, keys.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(shares, sums, values, values_ready, tile, STAGES: gl.constexpr):
+    """Begin to add a tile of values, each with its share."""
+    slot, turn = tile % STAGES, tile // STAGES & 1
+    mbarrier.wait(values_ready.index(slot), turn)
+    fence_async_shared()
+    return warpgroup_mma(shares, values.index(slot), sums, is_async=True)
+
+
 @gluon.jit
 def _attend(
-    sums, total, peak, query_tile, keys, values, keys_ready, keys_free, values_ready, values_free, first, end,
+    shares, sums, total, peak, query_tile, keys, values, keys_ready, keys_free, values_ready, values_free, first, end,
     query_position, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
-    units: gl.constexpr, out_units: gl.constexpr,
+    units: gl.constexpr, out_units: gl.constexpr, parts: gl.constexpr,
 ):  # fmt: skip
-    """Attend to the tiles first..end. The values of the last are still being added at the end."""
+    """Attend to the tiles first..end. `shares` are those of the tile before, whose values are added while a tile's
+    softmax is computed; those of the last are returned."""
     for tile in range(first, end):
-        slot, turn = tile % STAGES, tile // STAGES & 1
-        nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, units)
-        mbarrier.wait(keys_ready.index(slot), turn)
-        fence_async_shared()
-        scores = warpgroup_mma(query_tile, keys.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        sums, scores = warpgroup_mma_wait(0, deps=[sums, scores])
-        gl.thread_barrier()
-        mbarrier.arrive(values_free.index((tile + STAGES - 1) % STAGES), count=1, pred=tile > 0)
-        mbarrier.arrive(keys_free.index(slot), count=1)
-        shares, added, peak, shrink = _softmax(scores, peak, scale, query_position, tile, BLOCK_N, MASKED, units)
-        total = total * shrink + added
+        scores = _multiply_keys(query_tile, keys, keys_ready, tile, BLOCK_M, BLOCK_N, STAGES, units)
+        sums = _add_values(shares, sums, values, values_ready, tile - 1, STAGES)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(keys_free.index(tile % STAGES), count=1)
+        fresh, added, peak, shrink = _softmax(scores, peak, scale, query_position, tile, BLOCK_N, MASKED, units, parts)
+        fresh = gl.convert_layout(fresh.to(keys.dtype), gl.DotOperandLayout(0, out_units, 2))
+        # What is waited for with the sums is computed before, while they are.
+        added = gl.inline_asm_elementwise(_IN_TURN, "=f,=f,f,f", [added], dtype=gl.float32, is_pure=False, pack=2)
+        sums, shares, total, peak, shrink = warpgroup_mma_wait(0, deps=[sums, fresh, total, peak, shrink])
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, parts))[:, None] + added
+        mbarrier.arrive(values_free.index((tile - 1) % STAGES), count=1)
         sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, out_units))[:, None]
-        operand = gl.convert_layout(shares.to(keys.dtype), gl.DotOperandLayout(0, out_units, 2))
-        mbarrier.wait(values_ready.index(slot), turn)
-        fence_async_shared()
-        sums = warpgroup_mma(operand, values.index(slot), sums, is_async=True)
-    return sums, total, peak
+    return shares, sums, total, peak
 
 
 @gluon.jit
@@ -175,19 +190,30 @@ def _consume(
     BLOCK_M: gl.constexpr = 64
     units: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_units: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    # The threads' parts of the sums of shares: four threads have a row of scores, each two rows.
+    parts: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [BLOCK_M, 4]
+    )
     query_position = first_position + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, units))
     peak = gl.full([BLOCK_M], _LEAST, gl.float32, gl.SliceLayout(1, units))
-    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, units))
-    sums = warpgroup_mma_init(gl.zeros([BLOCK_M, DIM], gl.float32, out_units))
-    sums, total, peak = _attend(
-        sums, total, peak, query_tile, keys, values, keys_ready, keys_free, values_ready, values_free, 0, unmasked,
-        query_position, scale, BLOCK_M, BLOCK_N, False, STAGES, units, out_units,
+    sums = gl.zeros([BLOCK_M, DIM], gl.float32, out_units)
+    scores = _multiply_keys(query_tile, keys, keys_ready, 0, BLOCK_M, BLOCK_N, STAGES, units)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(keys_free.index(0), count=1)
+    fresh, total, peak, _ = _softmax(scores, peak, scale, query_position, 0, BLOCK_N, True, units, parts)
+    shares = gl.convert_layout(fresh.to(keys.dtype), gl.DotOperandLayout(0, out_units, 2))
+    shares, sums, total, peak = _attend(
+        shares, sums, total, peak, query_tile, keys, values, keys_ready, keys_free, values_ready, values_free, 1,
+        unmasked, query_position, scale, BLOCK_M, BLOCK_N, False, STAGES, units, out_units, parts,
     )  # fmt: skip
-    sums, total, peak = _attend(
-        sums, total, peak, query_tile, keys, values, keys_ready, keys_free, values_ready, values_free, unmasked,
-        num_tiles, query_position, scale, BLOCK_M, BLOCK_N, True, STAGES, units, out_units,
+    shares, sums, total, peak = _attend(
+        shares, sums, total, peak, query_tile, keys, values, keys_ready, keys_free, values_ready, values_free,
+        gl.maximum(unmasked, 1), num_tiles, query_position, scale, BLOCK_M, BLOCK_N, True, STAGES, units, out_units,
+        parts,
     )  # fmt: skip
+    sums = _add_values(shares, sums, values, values_ready, num_tiles - 1, STAGES)
     sums = warpgroup_mma_wait(0, deps=[sums])
+    total = gl.sum(total, axis=1)
     total = gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, out_units))
     result = (sums / total[:, None]).to(out.dtype.element_ty)
     line = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, out_units))
@@ -270,7 +296,7 @@ def _wide_prefill_kernel(
                             BLOCK_N, BLOCK_SIZE, STAGES)),
             ],
             [4, 4],
-            [168, 168],
+            [216, 72],
         )  # fmt: skip
 
 
