@@ -1,4 +1,5 @@
 """One table of what each kernel takes at the shapes of both models: `python3 -m tests.gpu.bench_kernels [part]`.
+With `tile_7b` it prints the tilings of w4a8 that are tried instead.
 
 Each figure is the median over replays of a CUDA graph that runs the kernel once on each of several sets of inputs,
 together larger than the L2 cache. GB is what must be moved, GFLOP what must be multiplied.
@@ -6,10 +7,13 @@ together larger than the L2 cache. GB is what must be moved, GFLOP what must be 
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +22,10 @@ from torch import Tensor
 from weft.kernels import HeadNorms, HeadShape
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.fp8 import E4M3
-from weft.kernels.int_weights import IntGroups, int8_rows, pack, quantised_groups
+from weft.kernels.int_weights import TILE, IntGroups, IntWeight, int8_rows, pack, quantised_groups
 from weft.kernels.kv_cache import LayerCache, zero_cache
 from weft.kernels.triton import decode_attention as decode_module
-from weft.kernels.triton import elementwise, launch, linears, lora_linears, sampling_kernels
+from weft.kernels.triton import elementwise, launch, linears, lora_linears, sampling_kernels, w4a8_linears
 from weft.kernels.triton.decode_attention import decode_attention
 from weft.kernels.triton.elementwise import rotate_and_store
 from weft.kernels.triton.prefill_attention import prefill_attention
@@ -38,6 +42,8 @@ FP8_TILES = [
     (32, 3, 2), (64, 3, 2), (64, 3, 4), (128, 2, 4), (128, 3, 4),
 ]  # fmt: skip
 """Tokens, stages and warps of the decode kernel of a cache of e4m3 that are tried."""
+W4A8_TILINGS = [(128, 2, 8, 4, 128), (128, 2, 8, 4, 64), (256, 2, 8, 3, 128), (128, 4, 8, 3, 64), (64, 4, 8, 4, 64)]
+"""Rows, tiles, warps, stages, and rows at once of the products of w4a8 that are tried."""
 ONLY = sys.argv[1] if len(sys.argv) > 1 else ""
 
 
@@ -223,11 +229,17 @@ def in_blocks(groups: IntGroups) -> IntGroups:
 
 KINDS: dict[str, Callable[[Tensor], IntGroups]] = {
     "int4": quantised_groups,
+    "w4a8": quantised_groups,
     "Q4_K": lambda weight: in_blocks(quantised_groups(weight)),
     "int8": int8_rows,
     "Q8_0": lambda weight: int8_rows(weight, 32),
     "Q5_K": lambda weight: in_blocks(int8_rows(weight, 32)),
 }
+
+
+def packed(kind: str, n: int, k: int) -> IntWeight:
+    weight = pack(KINDS[kind](randn(n, k)), torch.bfloat16)
+    return weight.for_fp8_inputs() if kind == "w4a8" else weight
 
 
 def bench_int4(model: str, kind: str, heads: HeadShape, hidden: int, width: int) -> None:
@@ -237,12 +249,12 @@ def bench_int4(model: str, kind: str, heads: HeadShape, hidden: int, width: int)
         "down": (hidden, width),
     }  # fmt: skip
     for name, (n, k) in shapes.items():
-        first = pack(KINDS[kind](randn(n, k)), torch.bfloat16)
+        first = packed(kind, n, k)
         moved = sum(
             held.nbytes for held in (first.numbers, first.scales, first.zeros, first.minima) if held is not None
         )
-        weights = [pack(KINDS[kind](randn(n, k)), torch.bfloat16) for _ in range(int(COLD_BYTES // moved) + 1)]
-        for rows in (1, 8, 32, 64, 128, 256, 2048):
+        weights = [packed(kind, n, k) for _ in range(int(COLD_BYTES // moved) + 1)]
+        for rows in (96, 128, 192, 256) if kind == "w4a8" else (1, 8, 32, 64, 128, 256, 2048):
             x, scale, total = randn(rows, k), randn(k), randn(rows, n)
             turn = iter(range(10**9))
 
@@ -256,6 +268,98 @@ def bench_int4(model: str, kind: str, heads: HeadShape, hidden: int, width: int)
 
             report(f"{model} {kind} {name} {n}x{k} rows {rows}", make, moved, 2.0 * rows * n * k if rows > 64 else 0.0)
         del weights
+
+
+def bench_w4a8_tilings(model: str, heads: HeadShape, hidden: int, width: int) -> None:
+    """Print what the products of a layer take by each tiling, all of them, and the best of each together."""
+    if not ONLY or ONLY not in f"tile_{model}":
+        return
+    shapes = {
+        "qkv": (heads.q_size + heads.kv_size, hidden), "o": (hidden, heads.q_size), "gate_up": (2 * width, hidden),
+        "down": (hidden, width),
+    }  # fmt: skip
+    all_rows = (128, 256)
+    tried = {
+        (rows, name, f"{'/'.join(map(str, tiling))}{' shared' * is_shared}"): config
+        for name, (n, k) in shapes.items()
+        for rows in all_rows
+        for tiling in W4A8_TILINGS
+        for is_shared in (False, True)
+        if (config := w4a8_tiling(tiling, is_shared, rows, n, k))
+    }
+    with ProcessPoolExecutor(12, multiprocessing.get_context("spawn")) as pool:
+        tasks = [(name, rows, *shapes[name], config) for (rows, name, _), config in tried.items()]
+        list(pool.map(compile_w4a8, tasks, chunksize=2))
+    took: dict[tuple[int, str, str], float] = {}
+    for name, (n, k) in shapes.items():
+        weights = [packed("w4a8", n, k) for _ in range(int(COLD_BYTES // (n * k / 2)) + 1)]
+        norm = randn(k) if name in ("qkv", "gate_up") else None
+        for rows in all_rows:
+            plain, total = randn(rows, k), randn(rows, n)
+            x = w4a8_linears.block_rows(plain, norm, 1e-6)
+            quantising = partial(w4a8_linears.block_rows, plain, norm, 1e-6)
+            one = microseconds([quantising] * 8)
+            print(f"tile_{model} w4a8 {name} rows {rows} block_rows {one:.1f} us", flush=True)
+            for (own, of, label), config in tried.items():
+                if (own, of) == (rows, name):
+                    calls = [partial(w4a8_product, name, x, weight, total, config) for weight in weights]
+                    took[rows, name, label] = microseconds(calls)
+        del weights
+    for rows in all_rows:
+        for label in dict.fromkeys(label for own, _, label in took if own == rows):
+            found = [took.get((rows, name, label), float("nan")) for name in shapes]
+            each = " ".join(f"{name} {one:6.1f}" for name, one in zip(shapes, found, strict=True))
+            print(f"tile_{model} w4a8 rows {rows} {label:<20} {each}  sum {sum(found):6.1f} us", flush=True)
+        best = {name: min((took[key], key[2]) for key in took if key[:2] == (rows, name)) for name in shapes}
+        print(f"tile_{model} w4a8 rows {rows} best {sum(one for one, _ in best.values()):.1f} us: {best}", flush=True)
+
+
+def w4a8_tiling(
+    tiling: tuple[int, int, int, int, int], is_shared: bool, rows: int, n: int, k: int
+) -> w4a8_linears.BlockConfig | None:
+    """Return the tiling, jobs that are no whole turn of the chip shared by as many programs as fit if they are to be;
+    None where it is not possible or the same as without."""
+    padded, tiles, warps, stages, at_once = tiling
+    jobs = -(-rows // padded) * -(-n // (TILE * tiles))
+    rest = jobs % 132
+    split_k = min(132 // max(1, rest), k // 512) if is_shared else 1
+    if padded > rows or split_k < 1 + is_shared:
+        return None
+    return w4a8_linears.BlockConfig(
+        padded, tiles, split_k, warps, stages, at_once, whole=jobs - rest if is_shared else jobs
+    )
+
+
+def w4a8_product(
+    name: str,
+    x: w4a8_linears.BlockRows,
+    weight: IntWeight,
+    total: Tensor,
+    config: w4a8_linears.BlockConfig,
+) -> None:
+    if name == "gate_up":
+        rows, n = total.shape
+        out = torch.empty(rows, n // 2, dtype=total.dtype, device=total.device)
+        w4a8_linears.product(x, weight, None, None, out, True, config)
+    else:
+        w4a8_linears.product(x, weight, None, total if name in ("o", "down") else None, total, False, config)
+
+
+def compile_w4a8(task: tuple[str, int, int, int, w4a8_linears.BlockConfig]) -> None:
+    """Compile a product into Triton's cache."""
+    name, rows, n, k, config = task
+    on = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    tiles, blocks = -(-n // TILE), -(-k // 128)
+    weight = IntWeight(
+        on(tiles, blocks, 2048, dtype=torch.int16), on(tiles, blocks, TILE), on(tiles, blocks, TILE), 128, (n, k)
+    )
+    for kernel in (w4a8_linears._block_rows_kernel, w4a8_linears._w4a8_kernel):
+        # What an earlier task compiled would be launched, not recorded.
+        kernel.device_caches.clear()
+    with launch.recorded_launches((9, 0)) as launches, torch.inference_mode():
+        w4a8_product(name, w4a8_linears.block_rows(on(rows, k)), weight, on(rows, n), config)
+    for one in launches:
+        one.compile()
 
 
 def bench_lora(model: str, heads: HeadShape, hidden: int, width: int, num_slots: int = 16, rank: int = 16) -> None:
@@ -291,8 +395,12 @@ def main() -> None:
     began = time.monotonic()
     torch.manual_seed(0)
     for name, heads in (("mha", HeadShape(32, 32, 128)), ("gqa", HeadShape(32, 8, 128))):
-        bench_fp8_cache(name, heads)
+        if not ONLY.startswith("tile"):
+            bench_fp8_cache(name, heads)
     for model, (heads, hidden, width, vocabulary) in MODELS.items() if not ONLY.startswith("kv8") else ():
+        if ONLY.startswith("tile"):
+            bench_w4a8_tilings(model, heads, hidden, width)
+            continue
         bench_attention(model, heads)
         bench_small(model, heads, hidden, width, vocabulary)
         bench_linear(model, heads, hidden, width, vocabulary)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from weft.kernels import Ops
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.int_weights import pack
 from weft.kernels.triton.elementwise import silu_mul
-from weft.kernels.weights import SlotLowRank, Weight
+from weft.kernels.weights import SlotLowRank
 from weft.model.dense import DenseModel
 from weft.model.dense_lora import AdapterSlots
 from weft.model.loader import _Loading
@@ -34,25 +33,21 @@ from weft.worker.worker import Worker
 CONTEXT = 200
 
 
-def without(ops: Ops, rows: int, hidden: int) -> dict[str, Ops]:
-    """Return tables of ops with one that computes nothing; linear layers are told apart by their shapes."""
+def without(ops: Ops, rows: int) -> dict[str, Ops]:
+    """Return tables of ops with one that computes nothing. Without a half of the MLP, what the halves share is with the
+    other one."""
     outputs = torch.zeros(rows, 1 << 17, dtype=torch.bfloat16, device="cuda")
-
-    def skipped_add(is_skipped: Callable[[Weight], bool]) -> Callable[..., None]:
-        def add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:
-            if not is_skipped(weight):
-                ops.linear_add(x, weight, bias, residual)
-
-        return add
 
     return {
         "all of it": ops,
         "qkv": ops._replace(norm_linear=lambda x, norm, eps, weight, bias: outputs[:, : weight.shape[0]]),
         "rotate and store": ops._replace(rotate_and_store=lambda *_: None),
         "attention": ops._replace(attention=lambda qkv, heads, kv, batch: outputs[:, : heads.q_size]),
-        "output": ops._replace(linear_add=skipped_add(lambda weight: weight.shape[1] == hidden)),
-        "gate and up": ops._replace(norm_gate_up=lambda x, norm, eps, weight: outputs[:, : weight.shape[0] // 2]),
-        "down": ops._replace(linear_add=skipped_add(lambda weight: weight.shape[1] != hidden)),
+        "output": ops._replace(linear_add=lambda *_: None),
+        "gate and up": ops._replace(
+            norm_gate_up=lambda x, norm, eps, weight: outputs[:, : weight.shape[0] // 2]
+        ).with_mlp_in_parts(),
+        "down": ops._replace(add_mlp=lambda *layer: ops.norm_gate_up(*layer[:4])),
         "head": ops._replace(linear=lambda x, weight, bias: outputs[:, : weight.shape[0]]),
         "greedy": ops._replace(greedy=lambda logits: (logits[:, 0].long(), logits[:, 0].float())),
     }
@@ -122,7 +117,7 @@ def main() -> None:
             print(
                 f"{quantization or 'bfloat16'} rows {rows:4d} without adapters   {milliseconds(stepper, rows):8.3f} ms"
             )
-        tables = without_lora(model.ops) if slots is not None else without(model.ops, rows, model.config.hidden_size)
+        tables = without_lora(model.ops) if slots is not None else without(model.ops, rows)
         for name, ops in tables.items():
             one = Stepper(DenseModel(model.config, model.weights, ops, table.tokens.shape[1]), stepper.kv_cache, table)
             took = milliseconds(one, rows, slots)

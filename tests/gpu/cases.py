@@ -32,7 +32,7 @@ from tests.gpu.steps import (
 from weft.kernels import REFERENCE, AttentionBatch, HeadNorms, HeadShape, Ops, reference
 from weft.kernels import sampling as draws
 from weft.kernels.batch import AdapterGroups
-from weft.kernels.fp8 import E4M3, GROUP, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
+from weft.kernels.fp8 import E4M3, GROUP, FloatWeight, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
 from weft.kernels.int_weights import IntGroups, IntWeight, pack
 from weft.kernels.kv_cache import Fp8Cache, LayerCache
 from weft.kernels.triton import (
@@ -47,6 +47,7 @@ from weft.kernels.triton import (
     prefill_attention,
     sampling_kernels,
     triton_ops,
+    w4a8_linears,
 )
 from weft.kernels.triton import prefill_attention as attention
 from weft.kernels.triton.elementwise import gather_inputs, rotate_and_store
@@ -60,6 +61,15 @@ MHA, GQA, SMALL, ODD = HeadShape(32, 32, 128), HeadShape(40, 8, 128), HeadShape(
 TINY, TINY_GROUPS = HeadShape(2, 2, 32), HeadShape(2, 1, 32)
 Cache = Callable[[Tensor], LayerCache]
 """What a check makes of a cache in floats."""
+
+
+W4A8_TILINGS = [
+    w4a8_linears.BlockConfig(128, 2, 1, 8, 3, 128),
+    w4a8_linears.BlockConfig(128, 2, 1, 8, 4, 64),
+    w4a8_linears.BlockConfig(256, 2, 1, 8, 3, 128),
+    w4a8_linears.BlockConfig(128, 4, 1, 8, 3, 64),
+    w4a8_linears.BlockConfig(64, 4, 1, 8, 4, 64),
+]
 
 
 def floats(kv: Tensor) -> LayerCache:
@@ -452,12 +462,85 @@ def check_fp8_ops(rows: int, n: int, k: int, dtype: torch.dtype, grouped: bool) 
 
 
 def check_w4a8(rows: int, n: int, k: int, group: int, dtype: torch.dtype, zeros: bool = True) -> None:
+    """The weight is rounded for more rows than 256, and for fewer it is as it is, where its groups are whole blocks."""
     weight = random_int4(n, k, group, dtype, zeros).for_fp8_inputs()
+    if w4a8_linears.is_for(rows, weight):
+        check_rounded(rows, weight, weight.dequantised(), dtype)
+        check_neighbours(rows, weight, dtype)
+        return
+    assert rows > w4a8_linears.MAX_ROWS
+    check_rounded(rows, weight, rounded_int4(weight, dtype), dtype)
+
+
+def rounded_int4(weight: IntWeight, dtype: torch.dtype) -> Fp8Weight:
+    """A weight of w4a8 as many rows are multiplied by it."""
     numbers = (weight.dequantised().to(dtype).float() / weight.row_scales.T).to(E4M3)
-    check_rounded(rows, weight, Fp8Weight(numbers, weight.row_scales), dtype)
+    return Fp8Weight(numbers, weight.row_scales)
 
 
-def check_rounded(rows: int, weight: Weight, rounded: Fp8Weight, dtype: torch.dtype) -> None:
+def check_neighbours(rows: int, weight: IntWeight, dtype: torch.dtype) -> None:
+    """Columns beside the residual stay as they are."""
+    n, k = weight.shape
+    x, wide = randn(rows, k, dtype=dtype), randn(rows, n + 40, dtype=dtype)
+    kept, residual = wide.clone(), wide[:, 16 : n + 16]
+    linears.linear_add(x, weight, None, residual)
+    wanted = kept[:, 16 : n + 16].float() + rounded_rows(x.float()) @ weight.dequantised().T
+    assert_near(residual, wanted, FP8_TOLERANCE[dtype])
+    assert torch.equal(wide[:, :16], kept[:, :16]) and torch.equal(wide[:, n + 16 :], kept[:, n + 16 :])
+
+
+def check_w4a8_cut(config: w4a8_linears.BlockConfig, gated: bool, group: int, dtype: torch.dtype = FP16) -> None:
+    """However a product is divided among programs it is the same product, and bit for bit the same one every time."""
+    rows, n, k = 70 if config.rows == 64 else config.rows - 3, 256 if gated else 200, 1168
+    x, weight = randn(rows, k, dtype=dtype), random_int4(n, k, group, dtype).for_fp8_inputs()
+    plain = rounded_rows(x.float()) @ weight.dequantised().T
+    wanted = reference.silu_mul(plain) if gated else plain
+    first = torch.full_like(wanted, float("nan"), dtype=dtype)
+    again = first.clone()
+    for out in (first, again):
+        with poisoned():
+            w4a8_linears.product(w4a8_linears.block_rows(x), weight, None, None, out, gated, config)
+    assert_near(first, wanted, 2 * FP8_TOLERANCE[dtype])
+    assert torch.equal(first, again)
+
+
+def check_w4a8_configs() -> None:
+    for n, k in ((12288, 4096), (4096, 11008), (34816, 5120), (128, 64)):
+        num_tiles, num_blocks = n // 64, -(-k // 128)
+        for rows in range(w4a8_linears.MIN_ROWS, w4a8_linears.MAX_ROWS + 1):
+            config = w4a8_linears.w4a8_config(rows, num_tiles, num_blocks)
+            assert config.rows % config.at_once == 0 and config.tiles % 2 == 0
+            assert config.stages * 128 * (config.rows + 32 * config.tiles) <= 227 << 10
+            assert 1 <= config.split_k <= max(1, num_blocks)
+            assert 0 <= config.whole <= -(-rows // config.rows) * -(-num_tiles // config.tiles)
+
+
+def check_block_rows(rows: int, columns: int, dtype: torch.dtype) -> None:
+    """The numbers are those of other kernels in another order, and zeros behind them."""
+    x, scale = randn(rows, columns + 8, dtype=dtype)[:, :columns], 1 + randn(columns, dtype=dtype) / 10
+    x = x * torch.exp2(torch.randint(-12, 3, (1, columns), device=DEVICE).to(dtype))
+    x[0] = 0
+    order = w4a8_linears.block_order(DEVICE)
+    for norm in (None, scale)[: 2 if columns <= 16384 else 1]:  # the norm's own kernel holds no longer rows
+        # The interpreter cuts where hardware rounds, and a normalised row may differ in its last bit.
+        given = x if norm is None else elementwise.rms_norm(x, norm, 1e-6)
+        numbers, scales = quantise_rows(given) if INTERPRETED else fp8_linears.quantise_rows(given)
+        with poisoned():
+            found = w4a8_linears.block_rows(x, norm, 1e-6)
+        stored = found.numbers.view(torch.uint8)[:, :rows].transpose(0, 1).contiguous()
+        laid = torch.empty_like(stored)
+        laid[:, :, order] = stored
+        laid = laid.view(rows, -1)
+        assert not laid[:, columns:].any(), "what is behind the columns is not zero"
+        laid = laid[:, :columns].contiguous().view(E4M3)
+        if norm is None:
+            assert torch.equal(found.scales, scales) and torch.equal(laid.float(), numbers.float())
+        assert_near(laid.float() * found.scales, numbers.float() * scales, 2 * TOLERANCE[dtype])
+        sums = found.numbers[:, :rows].double().sum(-1)
+        assert_near(found.sums[:, :rows], sums, 1e-6)
+
+
+def check_rounded(rows: int, weight: Weight, rounded: FloatWeight, dtype: torch.dtype) -> None:
     """Whichever kernel takes this number of rows, they are rounded first, and the weight to the other one."""
     n, k = weight.shape
     x, bias = randn(rows, k, dtype=dtype), randn(n, dtype=dtype)
@@ -493,6 +576,45 @@ def check_fp8_tiled(rows: int, n: int, k: int, dtype: torch.dtype, grouped: bool
     assert torch.equal(wide[:, :16], kept[:, :16]) and torch.equal(wide[:, n + 16 :], kept[:, n + 16 :])
 
 
+def check_mlp_rows(rows: int, width: int, dtype: torch.dtype) -> None:
+    """SiLU·mul and the rounding of rows in one kernel give what they give apart, bit for bit."""
+    wide = randn(rows, 2 * width + 24, dtype=dtype) * torch.rand(rows, 1, device=DEVICE).exp2().to(dtype) * 10
+    wide[-1] = 0
+    for x in (wide[:, 8 : 2 * width + 8], wide[:, 3 : 2 * width + 3], wide[:, : 2 * width].T.contiguous().T):
+        wanted = fp8_linears.quantise_rows(elementwise.silu_mul(x))
+        with poisoned():
+            found = fp8_linears.quantise_gated(x)
+        assert torch.equal(found.scales, wanted.scales), "the scales differ"
+        assert torch.equal(found.numbers.view(torch.uint8), wanted.numbers.view(torch.uint8)), "the numbers differ"
+
+
+def check_mlp(rows: int, hidden: int, width: int, dtype: torch.dtype, grouped: bool) -> None:
+    gate_up, down = random_fp8(2 * width, hidden, grouped), random_fp8(hidden, width, grouped)
+    check_same_mlp(rows, gate_up, down, gate_up, down, dtype)
+
+
+def check_mlp_w4a8(rows: int, hidden: int, width: int, dtype: torch.dtype) -> None:
+    gate_up, down = (random_int4(n, k, 128, dtype).for_fp8_inputs() for n, k in ((2 * width, hidden), (hidden, width)))
+    check_same_mlp(rows, gate_up, down, rounded_int4(gate_up, dtype), rounded_int4(down, dtype), dtype)
+
+
+def check_same_mlp(
+    rows: int, gate_up: Weight, down: Weight, rounded_up: Fp8Weight, rounded_down: Fp8Weight, dtype: torch.dtype
+) -> None:
+    """The op is its parts, bit for bit, whichever kernels take this number of rows; and near the reference, where they
+    round them."""
+    hidden = gate_up.shape[1]
+    residual, norm = randn(rows, hidden, dtype=dtype), 1 + randn(hidden, dtype=dtype) / 10
+    with poisoned():
+        linears.linear_add(linears.norm_gate_up(residual, norm, 1e-6, gate_up), down, None, wanted := residual.clone())
+        linears.add_mlp(found := residual.clone(), norm, 1e-6, gate_up, down)
+    assert torch.equal(found, wanted)
+    normal = rounded_rows(reference.rms_norm(residual, norm, 1e-6).float())
+    gated = rounded_rows(reference.silu_mul(reference.linear(normal, rounded_up)))
+    if linears._is_e4m3(down, rows) and rows > 1:
+        assert_near(found, residual.float() + reference.linear(gated, rounded_down), 4 * TOLERANCE[BF16])
+
+
 def check_fp8_no_number(rows: int) -> None:
     """A row with a NaN gives NaN, and the others do not notice."""
     x, weight = randn(rows, 256), random_fp8(64, 256, False)
@@ -506,11 +628,11 @@ def check_fp8_no_number(rows: int) -> None:
 
 def check_fp8_replay(rows: int, hidden: int, width: int) -> None:
     """A feed-forward layer captured once, its launches overlapping, replayed on other inputs."""
-    x, residual, norm = randn(rows, hidden), randn(rows, hidden), torch.ones(hidden, dtype=BF16, device=DEVICE)
+    residual, norm = randn(rows, hidden), torch.ones(hidden, dtype=BF16, device=DEVICE)
     gate_up, down = random_fp8(2 * width, hidden, False), random_fp8(hidden, width, False)
 
     def layer() -> None:
-        linears.linear_add(linears.norm_gate_up(x, norm, 1e-6, gate_up), down, None, residual)
+        linears.add_mlp(residual, norm, 1e-6, gate_up, down)
 
     layer()
     graph = torch.cuda.CUDAGraph()
@@ -518,11 +640,10 @@ def check_fp8_replay(rows: int, hidden: int, width: int) -> None:
         for _ in range(3):
             layer()
     for _ in range(4):
-        x.copy_(randn(rows, hidden))
         residual.copy_(randn(rows, hidden))
         wanted = residual.clone()
         for _ in range(3):
-            linears.linear_add(linears.norm_gate_up(x, norm, 1e-6, gate_up), down, None, wanted)
+            linears.linear_add(linears.norm_gate_up(wanted, norm, 1e-6, gate_up), down, None, wanted)
         graph.replay()
         assert torch.equal(residual, wanted)
 
@@ -630,12 +751,25 @@ def check_int_configs() -> None:
                 assert 0 <= config.whole <= jobs
 
 
+def check_w4a8_replay(rows: int, hidden: int, width: int) -> None:
+    check_layer_replay(
+        rows,
+        random_int4(2 * width, hidden, 128, BF16).for_fp8_inputs(),
+        random_int4(hidden, width, 128, BF16).for_fp8_inputs(),
+    )
+
+
 def check_int4_replay(rows: int, hidden: int, width: int, bits: int = 4) -> None:
-    """A feed-forward layer captured once, its launches overlapping, replayed on other inputs."""
-    x, residual, norm = randn(rows, hidden), randn(rows, hidden), torch.ones(hidden, dtype=BF16, device=DEVICE)
     gate_up, down = random_int4(2 * width, hidden, 128, BF16), random_int4(hidden, width, 128, BF16)
     if bits == 8:
         gate_up, down = random_minima(2 * width, hidden, BF16, 8), random_minima(hidden, width, BF16, 8, width, False)
+    check_layer_replay(rows, gate_up, down)
+
+
+def check_layer_replay(rows: int, gate_up: IntWeight, down: IntWeight) -> None:
+    """A feed-forward layer captured once, its launches overlapping, replayed on other inputs."""
+    hidden = down.shape[0]
+    x, residual, norm = randn(rows, hidden), randn(rows, hidden), torch.ones(hidden, dtype=BF16, device=DEVICE)
 
     def layer(total: Tensor) -> None:
         linears.linear_add(linears.norm_gate_up(x, norm, 1e-6, gate_up), down, None, total)
@@ -956,6 +1090,9 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_fp8_gemv, 37, 2050, FP16, grouped)
         for dtype in (FP16, FP32):
             add(check_fp8_tiled, 40, 99, 530, dtype, grouped)
+    for dtype in (BF16, FP16):
+        for rows, width in ((1, 96), (3, 2500), (65, 96)):
+            add(check_mlp_rows, rows, width, dtype)
     shared = [3, 1, 0, 2, 17, 40]
     for dtype in (FP16, FP32) if INTERPRETED else dtypes:
         add(check_lora_shrink, shared, 3, 1024, 16, dtype)
@@ -992,6 +1129,19 @@ def cases() -> dict[str, Callable[[], None]]:
             int_linears.IntConfig(128, 2, 2, 8, 3, whole=9),
         ):
             add(check_int4_cut, config, gated)
+    add(check_w4a8_configs)
+    for rows, columns in ((3, 200), (2, 1100)):
+        for dtype in (FP16, FP32):
+            add(check_block_rows, rows, columns, dtype)
+    for rows, n, k, group, zeros in ((70, 200, 300, 128, True), (65, 128, 520, 256, False), (66, 70, 200, 200, True)):
+        add(check_w4a8, rows, n, k, group, FP16, zeros)
+    for gated in (False, True):
+        for config in (
+            w4a8_linears.BlockConfig(128, 2, 1, 8, 3, 128),
+            w4a8_linears.BlockConfig(128, 2, 3, 8, 3, 64, whole=1),
+            w4a8_linears.BlockConfig(64, 4, 2, 8, 3, 64),
+        ):
+            add(check_w4a8_cut, config, gated, 128)
     if INTERPRETED:
         for dtype in (FP16, FP32):
             for size in (2, 3):
@@ -1052,6 +1202,18 @@ def cases() -> dict[str, Callable[[], None]]:
                 add(check_fp8_tiled, rows, n, k, BF16, grouped)
         for group, zeros in ((128, True), (32, False)):
             add(check_w4a8, 300, n, k, group, BF16, zeros)
+        for rows in (65, 100, 128, 129, 200, 256):
+            add(check_w4a8, rows, n, k, 128, BF16, rows % 2 == 0)
+    for rows in (65, 100, 128, 129, 200, 256):
+        for n, k, group, zeros, dtype in (
+            (4224, 1096, 128, True, BF16), (1003, 3008, 128, False, FP16), (6070, 1408, 256, True, FP16),
+            (640, 4096, 4096, True, BF16), (320, 2000, 2000, False, FP16), (22016, 640, 128, True, FP16),
+        ):  # fmt: skip
+            add(check_w4a8, rows, n, k, group, dtype, zeros)
+    for gated in (False, True):
+        for config in W4A8_TILINGS:
+            add(check_w4a8_cut, config, gated, 128, BF16)
+            add(check_w4a8_cut, config._replace(split_k=3, whole=1), gated, 256, FP16)
     for rows in (8, 32):
         add(check_skinny_replay, rows, 4096, 11008)
     # The interpreter cuts float32 to e4m3 where hardware rounds.
@@ -1060,10 +1222,25 @@ def cases() -> dict[str, Callable[[], None]]:
             add(check_fp8_ops, rows, 99, 530, FP16, grouped)
     for dtype in dtypes:
         add(check_fp8_rows, 5, 200, dtype)
+        add(check_block_rows, 5, 200, dtype)
+        add(check_block_rows, 130, 1097, dtype)
     for hidden in (4096, 11008, 28672):
         add(check_fp8_rows, 129, hidden, BF16)
+        add(check_block_rows, 129, hidden, BF16)
     for rows in (2, 40):
         add(check_fp8_no_number, rows)
+    for dtype in (BF16, FP16):
+        for width in (96, 11008, 14336, 17408, 28672):
+            for rows in (1, 65, 256, 300):
+                add(check_mlp_rows, rows, width, dtype)
+        for rows in (1, 33, 64, 65, 128, 129, 256, 300):
+            for grouped in (False, True):
+                add(check_mlp, rows, 1024, 2816, dtype, grouped)
+            add(check_mlp_w4a8, rows, 1024, 2816, dtype)
+    for hidden, width in ((4096, 11008), (5120, 17408)):
+        for rows in (100, 300, 2048):
+            add(check_mlp, rows, hidden, width, BF16, False)
+            add(check_mlp_w4a8, rows, hidden, width, BF16)
     for rows in (1, 8, 32, 48, 256):
         add(check_fp8_replay, rows, 4096, 11008)
     for n, k in ((12288, 4096), (4096, 11008), (5120, 17408), (22016, 4096)):
@@ -1090,6 +1267,8 @@ def cases() -> dict[str, Callable[[], None]]:
     for rows in (1, 8, 32, 48, 128, 256, 300):
         add(check_int4_replay, rows, 4096, 11008)
         add(check_int4_replay, rows, 4096, 11008, 8)
+        if rows > 48:
+            add(check_w4a8_replay, rows, 4096, 11008)
     for counts in ([0, *[2] * 16], [20, 12, *[0] * 7], [0, 256]):
         add(check_lora_shrink, counts, 3, 4096, 16, BF16)
         add(check_lora_shrink, counts, 1, 11008, 16, BF16)

@@ -60,7 +60,7 @@ ROUNDING = REFERENCE._replace(
     norm_linear=lambda x, norm, eps, weight, bias: _linear(reference.rms_norm(x, norm, eps), weight, bias),
     norm_gate_up=lambda x, norm, eps, weight: reference.silu_mul(_linear(reference.rms_norm(x, norm, eps), weight)),
     linear_add=_linear_add,
-)
+).with_mlp_in_parts()
 
 
 class Accuracy(Struct, frozen=True):

@@ -39,4 +39,8 @@ def test_the_inputs_of_fp8_are_rounded() -> None:
     assert torch.equal(ROUNDING.norm_gate_up(x, norm, 1e-6, weight), silu_mul(of_norm))
     ROUNDING.linear_add(x, weight, None, added)
     assert torch.equal(added, expected)
+    hidden = ROUNDING.norm_gate_up(x, norm, 1e-6, weight)
+    expected = x + REFERENCE.linear(rounded_rows(hidden), down := fp8_weight(torch.randn(64, 32)), None)
+    ROUNDING.add_mlp(x, norm, 1e-6, weight, down)
+    assert torch.equal(x, expected)
     assert torch.equal(ROUNDING.linear(x, floats, None), REFERENCE.linear(x, floats, None))

@@ -43,6 +43,12 @@ def test_linear_layers_with_their_neighbours(rows: int) -> None:
     for ops, total in zip((OPS, REFERENCE), totals, strict=True):
         ops.linear_add(x, weight, bias, total)
     torch.testing.assert_close(*totals, atol=1e-4, rtol=1e-4)
+    down, residuals = torch.randn(36, 27), x.repeat(2, 1, 1)
+    for ops, residual in zip((OPS, REFERENCE), residuals, strict=True):
+        ops.add_mlp(residual, norm, 1e-6, weight, down)
+    torch.testing.assert_close(*residuals, atol=1e-3, rtol=1e-4)
+    expected = x + REFERENCE.norm_gate_up(x, norm, 1e-6, weight) @ down.T
+    torch.testing.assert_close(residuals[0], expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("with_norms", [False, True])

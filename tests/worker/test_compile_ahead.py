@@ -58,9 +58,15 @@ def test_a_task_that_fails_is_told_and_the_others_are_done(tmp_path: Path) -> No
         ("dequantise", torch.bfloat16, WHOLE, {"_prefill_kernel", "_decode_kernel", "_skinny_kernel", "_gemv_kernel"}),
         ("dequantise", E4M3, WHOLE, {"_prefill_kernel", "_decode_fp8_kernel"}),
         ("dequantise", torch.bfloat16, Shard(0, 2), {"_decode_kernel", "_skinny_kernel", "_one_shot_kernel"}),
-        ("fp8", torch.bfloat16, WHOLE, {"_tiled_kernel", "_quantise_kernel", "_int_kernel"}),
+        ("fp8", torch.bfloat16, WHOLE, {"_tiled_kernel", "_quantise_kernel", "_quantise_gated_kernel", "_int_kernel"}),
         ("int4", torch.bfloat16, WHOLE, {"_int_kernel"}),
-        ("w4a8", torch.bfloat16, WHOLE, {"_int_kernel", "_dequantise_kernel", "_quantise_kernel", "_tiled_kernel"}),
+        (
+            "w4a8",
+            torch.bfloat16,
+            WHOLE,
+            {"_int_kernel", "_dequantise_kernel", "_quantise_gated_kernel", "_tiled_kernel"},
+        ),
+        ("w4a8", torch.bfloat16, WHOLE, {"_w4a8_kernel", "_block_rows_kernel"}),
     ],
 )
 def test_the_kernels_of_steps_are_found_without_a_gpu(
@@ -77,3 +83,5 @@ def test_the_kernels_of_steps_are_found_without_a_gpu(
     # Numbers are unpacked as a GPU does it, not as the interpreter.
     unpacking = [one for one in launches if one.kernel.__name__ in ("_int_kernel", "_dequantise_kernel")]
     assert all("lop3.b32" in one.specialisation for one in unpacking)
+    of_bytes = [one for one in launches if one.kernel.__name__ == "_w4a8_kernel"]
+    assert all("0x0F0F0F0F" in one.specialisation for one in of_bytes)

@@ -58,6 +58,11 @@ def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor)
     residual.add_(linear(x, weight, bias))
 
 
+def add_mlp(residual: Tensor, norm: Tensor, eps: float, gate_up: Weight, down: Weight) -> None:
+    """Add a gated feed-forward layer of the residual's RMSNorm to the residual in place."""
+    linear_add(norm_gate_up(residual, norm, eps, gate_up), down, None, residual)
+
+
 def rotate_and_store(
     qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: LayerCache, slots: Tensor, norms: HeadNorms | None = None
 ) -> None:

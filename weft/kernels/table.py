@@ -21,6 +21,7 @@ class Ops(NamedTuple):
     norm_linear: Callable[[Tensor, Tensor, float, Weight, Tensor | None], Tensor]
     norm_gate_up: Callable[[Tensor, Tensor, float, Weight], Tensor]
     linear_add: Callable[[Tensor, Weight, Tensor | None, Tensor], None]
+    add_mlp: Callable[[Tensor, Tensor, float, Weight, Weight], None]
     rotate_and_store: Callable[[Tensor, HeadShape, Tensor, LayerCache, Tensor, HeadNorms | None], None]
     attention: Callable[[Tensor, HeadShape, LayerCache, AttentionBatch], Tensor]
     lora_shrink: Callable[[Tensor, SlotLowRank, AdapterGroups], Tensor]
@@ -31,6 +32,14 @@ class Ops(NamedTuple):
     keep_thresholds: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     gumbel_sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
+    def with_mlp_in_parts(self) -> Ops:
+        """Return a table whose `add_mlp` is this one's `norm_gate_up` and `linear_add`."""
+
+        def add_mlp(residual: Tensor, norm: Tensor, eps: float, gate_up: Weight, down: Weight) -> None:
+            self.linear_add(self.norm_gate_up(residual, norm, eps, gate_up), down, None, residual)
+
+        return self._replace(add_mlp=add_mlp)
+
 
 REFERENCE = Ops(
     rms_norm=reference.rms_norm,
@@ -38,6 +47,7 @@ REFERENCE = Ops(
     norm_linear=reference.norm_linear,
     norm_gate_up=reference.norm_gate_up,
     linear_add=reference.linear_add,
+    add_mlp=reference.add_mlp,
     rotate_and_store=reference.rotate_and_store,
     attention=reference.attention,
     lora_shrink=reference.lora_shrink,

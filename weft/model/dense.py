@@ -90,8 +90,7 @@ class DenseModel:
             if last is not None and layer is self.weights.layers[-1]:
                 qkv, residual, batch = qkv[last.at], residual[last.at], last.batch
             ops.linear_add(ops.attention(qkv, heads, kv, batch), layer.output, layer.output_bias, residual)
-            hidden = ops.norm_gate_up(residual, layer.mlp_norm, eps, layer.gate_up)
-            ops.linear_add(hidden, layer.down, None, residual)
+            ops.add_mlp(residual, layer.mlp_norm, eps, layer.gate_up, layer.down)
         return ops.rms_norm(residual, self.weights.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

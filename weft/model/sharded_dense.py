@@ -42,7 +42,8 @@ class ShardedDense(DenseModel):
         def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:
             ranks.all_reduce(ops.linear(x, weight, bias), residual)
 
-        super().__init__(shard.config(whole), weights, ops._replace(linear_add=linear_add), max_model_len)
+        sums = ops._replace(linear_add=linear_add).with_mlp_in_parts()
+        super().__init__(shard.config(whole), weights, sums, max_model_len)
         self.whole, self.shard = whole, shard
         self._ranks = ranks
         self._tokens = [shard.share(whole.vocab_size, rank) for rank in range(shard.size)]

@@ -91,7 +91,7 @@ def cpu_ops() -> Ops:
         linear_add=linear_add,
         rotate_and_store=rotate_and_store,
         greedy=greedy,
-    )
+    ).with_mlp_in_parts()
 
 
 @cache

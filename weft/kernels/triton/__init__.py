@@ -20,7 +20,7 @@ def triton_ops() -> Ops:
     """Return the table of ops for the device "cuda"."""
     from weft.kernels.table import Ops
     from weft.kernels.triton.elementwise import gather_inputs, rms_norm, rotate_and_store
-    from weft.kernels.triton.linears import linear, linear_add, norm_gate_up, norm_linear
+    from weft.kernels.triton.linears import add_mlp, linear, linear_add, norm_gate_up, norm_linear
     from weft.kernels.triton.lora_linears import lora_expand_add, lora_expand_gate, lora_shrink
     from weft.kernels.triton.prefill_attention import attention
     from weft.kernels.triton.sampling_kernels import argmax, gumbel_sample
@@ -32,6 +32,7 @@ def triton_ops() -> Ops:
         norm_linear=norm_linear,
         norm_gate_up=norm_gate_up,
         linear_add=linear_add,
+        add_mlp=add_mlp,
         rotate_and_store=rotate_and_store,
         attention=attention,
         lora_shrink=lora_shrink,

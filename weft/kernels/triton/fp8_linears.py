@@ -1,5 +1,5 @@
-"""Linear layers with weights of e4m3: rows are quantised to the same, what stands before the layer (RMSNorm) included,
-and many rows are multiplied.
+"""Linear layers with weights of e4m3: rows are quantised to the same, what stands before the layer (RMSNorm,
+SiLU·mul) included, and many rows are multiplied.
 
 Weights with one scale a row are multiplied by the library; those with a scale for every group of columns, types and
 shapes that the library does not have, and products that are added to the residual, by the tiled kernel here.
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.fp8 import E4M3, E4M3_MAX, GROUP, SMALLEST_SCALE, Fp8Rows, Fp8Weight
-from weft.kernels.triton.elementwise import normalised
+from weft.kernels.triton.elementwise import normalised, silu_times
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
 _GROUP, _E4M3_MAX, _SMALLEST_SCALE = tl.constexpr(GROUP), tl.constexpr(E4M3_MAX), tl.constexpr(SMALLEST_SCALE)
@@ -55,6 +55,49 @@ def quantise_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Fp
         _quantise_kernel[(num_rows,)](
             rows, rows if norm is None else norm, out, scales, num_columns, rows.stride(0), eps,
             BLOCK=block, NORM=norm is not None, num_warps=min(16, max(4, block // 512)), **launch_options(),
+        )  # fmt: skip
+    return Fp8Rows(out, scales)
+
+
+_GATED_BLOCK = 2048
+
+
+@triton.jit
+def _quantise_gated_kernel(
+    gate_up, out, scales, width, stride, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A row stays in registers, in blocks: one power of two might be twice as wide."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    gates = gate_up + row * stride + column
+    wait_for_inputs(PDL)
+    held = ()
+    largest = tl.zeros([BLOCK], dtype=tl.float32)
+    for block in tl.static_range(BLOCKS):
+        inside = column < width - block * BLOCK
+        gate = tl.load(gates + block * BLOCK, mask=inside, other=0.0)
+        up = tl.load(gates + block * BLOCK + width, mask=inside, other=0.0)
+        value = silu_times(gate, up).to(gate.dtype)
+        largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
+        held = held + (value,)  # type: ignore[assignment]  # noqa: RUF005 (the compiler knows no other way)
+    scale = tl.maximum(tl.max(largest) / _E4M3_MAX, _SMALLEST_SCALE)
+    tl.store(scales + row, scale)
+    for block in tl.static_range(BLOCKS):
+        rounded = (held[block].to(tl.float32) / scale).to(out.dtype.element_ty)
+        tl.store(out + row * width + block * BLOCK + column, rounded, mask=column < width - block * BLOCK)
+
+
+def quantise_gated(gate_up: Tensor) -> Fp8Rows:
+    """Return quantise_rows(silu_mul(gate_up)), the same numbers."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_rows, width, dtype=E4M3, device=gate_up.device)
+    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=gate_up.device)
+    rows = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+    block = min(_GATED_BLOCK, max(64, triton.next_power_of_2(width)))
+    if num_rows:
+        _quantise_gated_kernel[(num_rows,)](
+            rows, out, scales, width, rows.stride(0),
+            BLOCK=block, BLOCKS=triton.cdiv(width, block), num_warps=max(1, block // 256), **launch_options(),
         )  # fmt: skip
     return Fp8Rows(out, scales)
 

@@ -5,7 +5,8 @@ operand that matrix units take from registers, where they are unpacked. Their la
 which the units hold them: nothing is exchanged between threads. Where there are too few tiles for the chip the inner
 dimension is cut, and the program that ends last adds the parts in their order.
 
-For the rows of long prompts a weight is written out once, as floats or as e4m3, and multiplied as such.
+For the rows of long prompts a weight is written out once, as floats or as e4m3, and multiplied as such. Weights for
+inputs of e4m3 are multiplied in `w4a8_linears` by fewer rows than that.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from weft.kernels.fp8 import E4M3, Fp8Weight
 from weft.kernels.int_weights import BLOCK, MIDDLE, TILE, IntWeight
-from weft.kernels.triton import fp8_linears
-from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
+from weft.kernels.triton import fp8_linears, w4a8_linears
+from weft.kernels.triton.elementwise import rms_norm, silu_mul
+from weft.kernels.triton.int_jobs import job_of, store_outputs, tiles_of, words_of
 from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
 
 MAX_ROWS = 256
@@ -235,14 +237,6 @@ def _add_quarter(y, weights, x_at, column, k, is_row, TILES: tl.constexpr, EVEN_
 
 
 @triton.jit
-def _words_of(numbers, tile, num_blocks, BITS: tl.constexpr):
-    """Return the places of the first block's words of tiles."""
-    thread = tl.arange(0, 128)[None, None, :, None]
-    within = tl.arange(0, 2)[:, None, None, None] * (_WORDS // 2) + thread * 8 + tl.arange(0, 8)[None, None, None, :]
-    return numbers + (tile.to(tl.int64) * num_blocks * (_WORDS * (BITS // 4)))[None, :, None, None] + within
-
-
-@triton.jit
 def _values_of(values, tile, num_groups, GROUP: tl.constexpr):
     """Return the places of the first group's scales, or what they have beside them, of tiles; of the first block's
     groups where it has several."""
@@ -266,23 +260,13 @@ def _int_kernel(
 ):  # fmt: skip
     """A job is TILES tiles of weights times ROWS rows. `num_outputs` counts columns of `out`. Gated, the second half of
     a job's tiles are the ups of the first."""
-    OWN_TILES: tl.constexpr = TILES // 2 if GATED else TILES
-    OWN: tl.constexpr = OWN_TILES * _TILE
+    OWN: tl.constexpr = (TILES // 2 if GATED else TILES) * _TILE
     SIZE: tl.constexpr = TILES * _TILE * ROWS
     row_jobs = tl.cdiv(num_rows, ROWS)
-    program = tl.program_id(0)
-    sharing = program - whole
+    job, part, sharing, first, last = job_of(num_blocks, whole, SPLIT_K)
     is_sharing = sharing >= 0
-    job = tl.where(is_sharing, whole + sharing // SPLIT_K, program)
-    part = tl.where(is_sharing, sharing % SPLIT_K, 0)
-    first = num_blocks * part // SPLIT_K
-    last = tl.where(is_sharing, num_blocks * (part + 1) // SPLIT_K, num_blocks)
-
-    tile = job // row_jobs * OWN_TILES + tl.arange(0, TILES) % OWN_TILES
-    if GATED:
-        tile += tl.arange(0, TILES) // OWN_TILES * (num_tiles // 2)
-    tile = tl.minimum(tile, num_tiles - 1)
-    words_at = _words_of(numbers, tile, num_blocks, BITS)
+    tile = tiles_of(job // row_jobs, num_tiles, TILES, GATED)
+    words_at = words_of(numbers, tile, num_blocks, BITS)
     scales_at = _values_of(scales, tile, num_groups, GROUP)
     added_at = _values_of(added, tile, num_groups, GROUP)
     row = job % row_jobs * ROWS + tl.arange(0, ROWS)
@@ -290,6 +274,7 @@ def _int_kernel(
     is_row = (row < num_rows)[:, None]
     rows = row[None, :]
     y = tl.zeros([TILES * _TILE, ROWS], dtype=tl.float32)
+    total = None
     if ROWS >= 16:
         wait_for_inputs(PDL)
         for block in range(first, last):
@@ -342,22 +327,9 @@ def _int_kernel(
 
     if is_whole:
         own = job // row_jobs * OWN + tl.arange(0, OWN)[:, None]
-        inside = (own < num_outputs) & (rows < num_rows)
-        at = rows.to(tl.int64)
-        z = y.to(out.dtype.element_ty)
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(z, [2, OWN, ROWS]), [1, 2, 0]))
-            z = silu_times(gate, up).to(z.dtype)
-        if BIAS:
-            biases = tl.load(bias + own, mask=own < num_outputs, other=0.0)
-            z = (z.to(tl.float32) + biases.to(tl.float32)).to(z.dtype)
-        if ADD:
-            if ROWS >= 16:
-                total = tl.load(residual + at * residual_stride + own, mask=inside, other=0.0)
-            z = (total.to(tl.float32) + z.to(tl.float32)).to(z.dtype)
-            tl.store(residual + at * residual_stride + own, z, mask=inside)
-        else:
-            tl.store(out + at * num_outputs + own, z, mask=inside)
+        store_outputs(
+            y, total, bias, residual, out, own, rows, num_rows, num_outputs, residual_stride, OWN, BIAS, GATED, ADD
+        )
 
 
 @triton.jit
@@ -369,7 +341,7 @@ def _dequantise_kernel(
     tile, block = tl.program_id(1), tl.program_id(0)
     tiles = tile + tl.arange(0, 1)
     loaded = _load_block(
-        _words_of(numbers, tiles, num_blocks, BITS), _values_of(scales, tiles, num_groups, GROUP),
+        words_of(numbers, tiles, num_blocks, BITS), _values_of(scales, tiles, num_groups, GROUP),
         _values_of(added, tiles, num_groups, GROUP), block, None, GROUP, BITS, KIND,
     )  # fmt: skip
     quarters = _weights(loaded, GROUP, 1, BITS, KIND, UNPACK)
@@ -472,8 +444,10 @@ def _kind(weight: IntWeight) -> dict[str, int | str]:
 
 
 def linear(x: Tensor, weight: IntWeight, bias: Tensor | None) -> Tensor:
-    if (written := _for_many(x, weight)) is not None:
-        return fp8_linears.linear(fp8_linears.quantise_rows(x), written, bias, x.dtype)
+    if w4a8_linears.is_for(len(x), weight):
+        return w4a8_linears.linear(w4a8_linears.block_rows(x), weight, bias, x.dtype)
+    if is_rounded(weight, len(x)):
+        return fp8_linears.linear(fp8_linears.quantise_rows(x), rounded(weight), bias, x.dtype)
     x = _in_order(x, weight)
     if len(x) > MAX_ROWS and weight.shape[0] <= _MOST_WRITTEN_OUT:
         return F.linear(x, dequantised(weight, x.dtype), bias)
@@ -484,8 +458,10 @@ def linear(x: Tensor, weight: IntWeight, bias: Tensor | None) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: IntWeight, bias: Tensor | None) -> Tensor:
-    if (written := _for_many(x, weight)) is not None:
-        return fp8_linears.linear(fp8_linears.quantise_rows(x, norm, eps), written, bias, x.dtype)
+    if w4a8_linears.is_for(len(x), weight):
+        return w4a8_linears.linear(w4a8_linears.block_rows(x, norm, eps), weight, bias, x.dtype)
+    if is_rounded(weight, len(x)):
+        return fp8_linears.linear(fp8_linears.quantise_rows(x, norm, eps), rounded(weight), bias, x.dtype)
     return linear(rms_norm(x, norm, eps), weight, bias)
 
 
@@ -493,6 +469,8 @@ def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: IntWeight) -> Tens
     width = weight.shape[0] // 2
     if width % TILE or len(x) > MAX_ROWS:
         return silu_mul(norm_linear(x, norm, eps, weight, None))
+    if w4a8_linears.is_for(len(x), weight):
+        return w4a8_linears.gate_up(w4a8_linears.block_rows(x, norm, eps), weight, x.dtype)
     x = rms_norm(x, norm, eps)
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     product(_in_order(x, weight), weight, None, None, out, gated=True)
@@ -500,8 +478,11 @@ def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: IntWeight) -> Tens
 
 
 def linear_add(x: Tensor, weight: IntWeight, bias: Tensor | None, residual: Tensor) -> None:
-    if (written := _for_many(x, weight)) is not None:
-        fp8_linears.linear_add(fp8_linears.quantise_rows(x), written, bias, residual)
+    if w4a8_linears.is_for(len(x), weight):
+        w4a8_linears.linear_add(w4a8_linears.block_rows(x), weight, bias, residual)
+        return
+    if is_rounded(weight, len(x)):
+        fp8_linears.linear_add(fp8_linears.quantise_rows(x), rounded(weight), bias, residual)
         return
     x = _in_order(x, weight)
     if len(x) <= MAX_ROWS:
@@ -512,10 +493,14 @@ def linear_add(x: Tensor, weight: IntWeight, bias: Tensor | None, residual: Tens
         residual.add_(bias)
 
 
-def _for_many(x: Tensor, weight: IntWeight) -> Fp8Weight | None:
-    """Return the weight as e4m3, where it is multiplied so by this many rows."""
-    if len(x) <= MAX_ROWS or weight.row_scales is None:
-        return None
+def is_rounded(weight: IntWeight, num_rows: int) -> bool:
+    """Return whether this many rows are multiplied by the weight as e4m3."""
+    return num_rows > MAX_ROWS and weight.row_scales is not None
+
+
+def rounded(weight: IntWeight) -> Fp8Weight:
+    """Return the weight as e4m3, written out."""
+    assert weight.row_scales is not None
     return Fp8Weight(dequantised(weight, E4M3), weight.row_scales)
 
 

@@ -15,7 +15,7 @@ units multiply eight bits by eight: to widen the weights takes longer than to re
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -290,12 +290,33 @@ def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor)
         int_linears.linear_add(x, weight, bias, residual)
     elif _is_vector(x, weight):
         gemv.gemv_add(x, weight, bias, residual)
-    elif _is_skinny(rows := _rows_for(weight, x), weight, MAX_FP8_ADDED_ROWS):
-        skinny_linear_add(rows, weight, bias, residual)
-    elif isinstance(rows, Fp8Rows) and isinstance(weight, Fp8Weight):
-        fp8_linears.linear_add(rows, weight, bias, residual)
     else:
-        residual.addmm_(x, numbers_of(weight).t())
+        _linear_add(_rows_for(weight, x), weight, bias, residual)
+
+
+def add_mlp(residual: Tensor, norm: Tensor, eps: float, gate_up: Weight, down: Weight) -> None:
+    num_rows = len(residual)
+    if num_rows > MAX_FP8_ROWS and _is_e4m3(gate_up, num_rows) and _is_e4m3(down, num_rows):
+        rows = fp8_linears.quantise_gated(norm_linear(residual, norm, eps, gate_up))
+        # Written out no earlier: it takes memory, and may be in the L2 cache when it is multiplied.
+        rounded = down if isinstance(down, Fp8Weight) else int_linears.rounded(down)
+        _linear_add(rows, rounded, None, residual)
+    else:
+        linear_add(norm_gate_up(residual, norm, eps, gate_up), down, None, residual)
+
+
+def _is_e4m3(weight: Weight, num_rows: int) -> TypeGuard[Fp8Weight | IntWeight]:
+    """Return whether this many rows are multiplied by numbers of e4m3."""
+    return isinstance(weight, Fp8Weight) or (isinstance(weight, IntWeight) and int_linears.is_rounded(weight, num_rows))
+
+
+def _linear_add(x: FloatRows, weight: FloatWeight, bias: Tensor | None, residual: Tensor) -> None:
+    if _is_skinny(x, weight, MAX_FP8_ADDED_ROWS):
+        skinny_linear_add(x, weight, bias, residual)
+    elif isinstance(x, Fp8Rows) and isinstance(weight, Fp8Weight):
+        fp8_linears.linear_add(x, weight, bias, residual)
+    else:
+        residual.addmm_(numbers_of(x), numbers_of(weight).t())
         if bias is not None:
             residual.add_(bias)
 
