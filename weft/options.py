@@ -116,8 +116,8 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
     quantization: Annotated[
         str,
         _doc(
-            "How the weights are quantised: int8, or on GPUs fp8, int4 or w4a8 (int4, with prompts rounded to FP8); "
-            "with vLLM fp8, awq, gptq, bitsandbytes and others; empty: as the model says."
+            "How the weights are quantised: int8, or on GPUs fp8, int4 or w4a8 (int4, with the inputs of more than 64 "
+            "tokens rounded to FP8); with vLLM fp8, awq, gptq, bitsandbytes and others; empty: as the model says."
         ),
     ] = ""
     tensor_parallel_size: Annotated[
