@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.api.grpc.calls import answer_to, ask, door
+from tests.api.grpc.calls import answer_to, ask, served
 from tests.api.http import HELLO, PROMPT, post
 from tests.api.scripted_engine import ScriptedEngine
 from tests.tiny_models import save_directory, save_gguf
@@ -131,7 +131,7 @@ def test_grpc_takes_them_too() -> None:
     engine.sampling_defaults = SamplingDefaults(**RECOMMENDED)
 
     async def scenario() -> None:
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             await answer_to(opened, ask())
             await answer_to(opened, ask(generation={"temperature": 0.0}))
 

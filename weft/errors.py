@@ -96,7 +96,7 @@ class ModelError(WeftError):
 
 
 class OutOfMemory(WeftError):
-    """What was asked does not fit in memory; the message holds the numbers, the hint the flag that would fit."""
+    """The memory is too small for what was asked; the message holds the numbers, the hint the flag that would fit."""
 
     kind = "out_of_memory"
 

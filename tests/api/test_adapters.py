@@ -1,4 +1,4 @@
-"""LoRA adapters at the doors: by the model's name or by a field, known before the engine is asked."""
+"""LoRA adapters at the endpoints: by the model's name or by a field, known before the engine is asked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc
 import httpx
 import pytest
 
-from tests.api.grpc.calls import answer_to, ask, check_whole, door, refused
+from tests.api.grpc.calls import answer_to, ask, check_whole, refused, served
 from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, events, post, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft import logs
@@ -19,7 +19,7 @@ from weft.config import load
 from weft.types import Adapter, UnloadLora
 
 ANTHROPIC = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-DOORS: list[tuple[str, dict[str, Any]]] = [
+ENDPOINTS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, HELLO),
     (COMPLETIONS, PROMPT),
     ("/v1/messages", ANTHROPIC),
@@ -36,7 +36,7 @@ def engine() -> ScriptedEngine:
     return engine
 
 
-@pytest.mark.parametrize(("path", "body"), DOORS)
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
 def test_the_name_of_a_model_may_be_an_adapters(engine: ScriptedEngine, path: str, body: dict[str, Any]) -> None:
     told = [post(engine, path, {**body, "model": name}).json()["model"] for name in ("red", "scripted", "blue")]
     assert told == ["red", "scripted", "blue"], "the answer names the model that was asked for"
@@ -48,14 +48,14 @@ def test_a_stream_names_it_too(engine: ScriptedEngine) -> None:
     assert {chunk["model"] for chunk in chunks} == {"red"}
 
 
-@pytest.mark.parametrize(("path", "body"), DOORS)
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
 def test_a_model_that_nobody_knows_is_not_found(engine: ScriptedEngine, path: str, body: dict[str, Any]) -> None:
     response = post(engine, path, {**body, "model": "green"})
     assert response.status_code == 404
     assert "'scripted', 'red', 'blue'" in response.text and not engine.submitted
 
 
-@pytest.mark.parametrize(("path", "body"), DOORS[:2])
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS[:2])
 def test_a_field_says_it_as_well(engine: ScriptedEngine, path: str, body: dict[str, Any]) -> None:
     told = [post(engine, path, {**body, "adapter": adapter}).json()["model"] for adapter in ("red", "", None)]
     assert told == ["scripted"] * 3
@@ -116,7 +116,7 @@ def test_figures_and_log_name_the_model_that_was_asked_for(engine: ScriptedEngin
 
 def test_both_ways_over_grpc(engine: ScriptedEngine) -> None:
     async def scenario() -> None:
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             for request_ in (
                 ask(adapter="red"),
                 ask(model_id="blue"),

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from tests.api.grpc.calls import Client, ask, door, failed
+from tests.api.grpc.calls import Client, ask, failed, served
 from tests.api.http import CHAT, HELLO, error_of, request
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer, forever
 from tests.waiting import PATIENCE, until
@@ -41,11 +41,11 @@ def admin_paths() -> list[tuple[str, str]]:
 def run(scenario: Scenario, script: Any = ENDLESS, config: Config = CONFIG) -> None:
     async def go() -> None:
         engine = ScriptedEngine(script)
-        gate = Admission(config)
-        gate.open(engine)
-        transport = httpx.ASGITransport(admission_app(gate))
+        admission = Admission(config)
+        admission.open(engine)
+        transport = httpx.ASGITransport(admission_app(admission))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=PATIENCE) as client:
-            await scenario(client, gate, engine)
+            await scenario(client, admission, engine)
 
     asyncio.run(go())
 
@@ -113,7 +113,7 @@ def test_admin_keys_come_from_a_file_too(tmp_path: Path) -> None:
 def test_drain_lets_nobody_in_and_those_inside_go_on() -> None:
     ended = asyncio.Event()
 
-    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, admission: Admission, engine: ScriptedEngine) -> None:
         running = await asked(client, engine)
         drained = await client.post("/admin/drain", headers=ADMIN)
         assert drained.json() == {"state": "draining", "open_requests": 1}
@@ -127,7 +127,7 @@ def test_drain_lets_nobody_in_and_those_inside_go_on() -> None:
         assert (await running).status_code == 200
         assert (await client.post("/admin/resume", headers=ADMIN)).json()["state"] == "ready"
         assert (await client.post(CHAT, json=HELLO, headers=USER)).status_code == 200
-        gate.drain()
+        admission.drain()
         await client.post("/admin/drain", headers=ADMIN)
         assert (await client.post("/admin/resume", headers=ADMIN)).status_code == 409
         assert "shutting down" in (await client.post(CHAT, json=HELLO, headers=USER)).text
@@ -135,10 +135,10 @@ def test_drain_lets_nobody_in_and_those_inside_go_on() -> None:
     run(scenario, [Output(text="a", token_ids=[1]), ended.wait, *answer("b")])
 
 
-def test_draining_holds_at_the_grpc_door() -> None:
+def test_draining_holds_over_grpc() -> None:
     async def scenario() -> None:
-        async with door(ScriptedEngine(answer("x")), admin_key=["root"]) as opened:
-            transport = httpx.ASGITransport(admission_app(opened.gate))
+        async with served(ScriptedEngine(answer("x")), admin_key=["root"]) as opened:
+            transport = httpx.ASGITransport(admission_app(opened.admission))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 await client.post("/admin/drain", headers=ADMIN)
                 _, code, _ = await failed(opened.predict([ask()]))
@@ -148,10 +148,10 @@ def test_draining_holds_at_the_grpc_door() -> None:
 
 
 def test_open_requests_are_listed_without_what_they_say() -> None:
-    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, admission: Admission, engine: ScriptedEngine) -> None:
         began = time.monotonic()
         running = await asked(client, engine, **{"x-request-id": "mine-1"})
-        await until(lambda: bool(gate.contexts()[0].num_tokens))
+        await until(lambda: bool(admission.contexts()[0].num_tokens))
         text = (await client.get("/admin/requests", headers=ADMIN)).text
         assert HELLO["messages"][0]["content"] not in text
         [shown] = (await client.get("/admin/requests", headers=ADMIN)).json()["requests"]
@@ -161,7 +161,7 @@ def test_open_requests_are_listed_without_what_they_say() -> None:
         assert 0 <= shown["age_s"] <= time.monotonic() - began + 0.001
         assert len(shown["tenant"]) == 8 and "user" not in shown["tenant"]
         running.cancel()
-        await until(lambda: not gate.contexts())
+        await until(lambda: not admission.contexts())
         assert (await client.get("/admin/requests", headers=ADMIN)).json() == {"requests": []}
 
     run(scenario)
@@ -169,7 +169,7 @@ def test_open_requests_are_listed_without_what_they_say() -> None:
 
 @pytest.mark.parametrize("by", ["request_id", "answer_id"])
 def test_abort_ends_one_request_and_tells_its_client(by: str) -> None:
-    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, admission: Admission, engine: ScriptedEngine) -> None:
         doomed = await asked(client, engine, **{"x-request-id": "doomed"})
         spared = await asked(client, engine, **{"x-request-id": "spared"})
         [shown, _] = (await client.get("/admin/requests", headers=ADMIN)).json()["requests"]
@@ -187,10 +187,10 @@ def test_abort_ends_one_request_and_tells_its_client(by: str) -> None:
 def test_abort_reaches_a_prediction_by_its_trace_id() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine(ENDLESS)
-        async with door(engine, admin_key=["root"]) as opened:
+        async with served(engine, admin_key=["root"]) as opened:
             call = Client(opened.channel).predict([ask(trace_id="trace-1")])
             await call.read()
-            transport = httpx.ASGITransport(admission_app(opened.gate))
+            transport = httpx.ASGITransport(admission_app(opened.admission))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 told = await client.post("/admin/abort", json={"request_id": "trace-1"}, headers=ADMIN)
                 assert told.json() == {"aborted": 1}
@@ -235,7 +235,7 @@ def test_a_model_that_is_not_there_is_not_taken_for_the_one_that_is() -> None:
 def test_profiles(tmp_path: Path) -> None:
     config = load({"admin_key": ["root"], "profile_dir": str(tmp_path)}, env={})
 
-    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, admission: Admission, engine: ScriptedEngine) -> None:
         async def post(path: str) -> httpx.Response:
             return await client.post(f"/admin/profile/{path}", headers=ADMIN)
 
@@ -255,7 +255,7 @@ def test_profiles(tmp_path: Path) -> None:
     [("/admin/lora/load", "/admin/lora/unload"), ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")],
 )
 def test_adapters_come_and_go(load_path: str, unload_path: str) -> None:
-    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, admission: Admission, engine: ScriptedEngine) -> None:
         async def tell(path: str, key: dict[str, str] = ADMIN, **body: str) -> httpx.Response:
             return await client.post(path, json=body, headers=key)
 
@@ -289,7 +289,7 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
     file.write_text("one")
     config = load({"api_key_file": str(file), "admin_key": ["root"]}, env={})
 
-    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, admission: Admission, engine: ScriptedEngine) -> None:
         file.write_text("two\nthree")
         reloaded = await client.post("/admin/keys/reload", headers=ADMIN)
         assert reloaded.json() == {"keys": 2, "admin_keys": 1}
@@ -302,7 +302,7 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
 
 
 def test_the_only_model_is_unloaded_and_loaded_again() -> None:
-    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, admission: Admission, engine: ScriptedEngine) -> None:
         async def tell(what: str, **body: str) -> httpx.Response:
             return await client.post(f"/admin/models/{what}", json=body, headers=ADMIN)
 
@@ -313,7 +313,7 @@ def test_the_only_model_is_unloaded_and_loaded_again() -> None:
             engines.append(ScriptedEngine())
             return engines[-1]
 
-        gate.open(engine, start)
+        admission.open(engine, start)
         assert (await tell("unload", model="other")).status_code == 404
         assert (await tell("unload")).json()["state"] == "unloaded" and engine.closed
         [card] = (await client.get("/v1/models", headers=USER)).json()["data"]
@@ -322,6 +322,6 @@ def test_the_only_model_is_unloaded_and_loaded_again() -> None:
         loaded = (await tell("load", model="scripted")).json()
         assert loaded["state"] == "loaded" and loaded["idle_s"] < PATIENCE
         assert (await tell("reload")).json()["state"] == "loaded" and len(engines) == 2
-        await gate.close()
+        await admission.close()
 
     run(scenario, answer("Hello"))

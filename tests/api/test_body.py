@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, model_validator
 
 from tests.api import raw
-from tests.api.grpc.calls import ask, door, failed
+from tests.api.grpc.calls import ask, failed, served
 from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, real_server, request
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.growth import check_linear
@@ -124,7 +124,7 @@ def test_a_long_key_is_refused_wherever_it_stands() -> None:
 
 
 @pytest.mark.parametrize("nested", [b"[" * 100_000, b'{"messages":' * 1000, b"[" * 100_000 + b"]" * 100_000])
-def test_deep_json_is_400_at_the_door(nested: bytes) -> None:
+def test_deep_json_is_400_and_names_the_flag(nested: bytes) -> None:
     response = request(ScriptedEngine(), "POST", CHAT, content=nested, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert "--max-json-depth" in error_of(response)["message"]
@@ -187,7 +187,7 @@ def test_the_operator_s_limits_are_the_ones_that_count() -> None:
         (CHAT, HELLO | {"metadata": {"a": [0] * 1_000_000}}, "--max-json-values"),
     ],
 )
-def test_the_doors_have_the_caps(path: str, body: dict[str, Any], flag: str) -> None:
+def test_the_endpoints_have_the_caps(path: str, body: dict[str, Any], flag: str) -> None:
     engine = ScriptedEngine()
     response = request(engine, "POST", path, json=body)
     assert response.status_code == 400
@@ -353,7 +353,7 @@ def test_a_head_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 def test_grpc_refuses_metadata_that_http_would_refuse() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
-        async with door(engine, max_header_kb=16) as opened:
+        async with served(engine, max_header_kb=16) as opened:
             method = opened.channel.stream_stream("/cy.llm.AiInference/StreamPredict")
             large = [("x-large", "v" * 17_000)]
             _, code, _ = await failed(method([ask().SerializeToString()], metadata=large))

@@ -58,8 +58,8 @@ def test_what_is_not_there_is_refused_in_the_same_shape(method: str, path: str, 
 def test_what_the_engine_refuses(
     error: WeftError, status: int, kind: str, code: str | None, retry_after: str | None, stream: bool
 ) -> None:
-    for door in (chat, complete):
-        response = door(ScriptedEngine(refuse=error), stream=stream)
+    for endpoint in (chat, complete):
+        response = endpoint(ScriptedEngine(refuse=error), stream=stream)
         assert response.status_code == status
         said = error_of(response)
         assert (said["type"], said["code"], said["param"]) == (kind, code, error.param)
@@ -211,8 +211,8 @@ def test_another_request_id_is_replaced(sent: Any) -> None:
 
 
 def test_a_server_without_its_engine_says_so() -> None:
-    gate = Admission(load(env={}))
-    app = admission_app(gate)
+    admission = Admission(load(env={}))
+    app = admission_app(admission)
     for method, path in (("POST", CHAT), ("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/health")):
         response = request_app(app, method, path, content=b"{}")
         assert response.status_code == 503
@@ -221,9 +221,9 @@ def test_a_server_without_its_engine_says_so() -> None:
     assert "starting" in request_app(app, "GET", "/health").text
     assert request_app(app, "GET", "/health/live").status_code == 200
     assert request_app(app, "GET", "/metrics").status_code == 200
-    gate.open(ScriptedEngine())
+    admission.open(ScriptedEngine())
     assert request_app(app, "GET", "/health").status_code == 200
-    gate.drain()
+    admission.drain()
     assert "draining" in request_app(app, "GET", "/health").text
     assert request_app(app, "POST", CHAT, content=b"{}").status_code == 503
     assert request_app(app, "GET", "/health/live").status_code == 200

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from tests.api.grpc.calls import door
+from tests.api.grpc.calls import served
 from tests.api.http import request, request_app
 from tests.api.says import SCHEMA, STYLES, model_that_says
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, Submitted, with_logprobs
@@ -574,7 +574,7 @@ def test_a_request_that_names_no_model_means_the_only_one() -> None:
 def test_what_grpc_ignores_is_accepted_and_named() -> None:
     async def go() -> list[Submitted]:
         engine = ScriptedEngine()
-        async with door(engine) as client:
+        async with served(engine) as client:
             for about in ({}, {"tenant": "t", "player_id": "p", "locale": "l", "extra": {"a": "b"}}):
                 asked = StreamPredictRequest(prompt="hi", metadata=StreamMetadata(trace_id="1", **about))
                 *_, last = [response async for response in client.predict([asked])]

@@ -1,4 +1,4 @@
-"""The door knows the engine by its contract alone, and the command line loads nothing that it does not use."""
+"""The API knows the engine by its contract alone, and the command line loads nothing that it does not use."""
 
 from __future__ import annotations
 

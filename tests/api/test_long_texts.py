@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.api.grpc.calls import ask, door, failed
+from tests.api.grpc.calls import ask, failed, served
 from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, post
 from tests.api.scripted_engine import ScriptedEngine, ScriptedTokenizer
 from weft.backends.contract import ENCODED_CONTEXTS, max_encoded_tokens
@@ -65,7 +65,7 @@ def test_token_ids_have_the_same_bound(path: str, field: str) -> None:
 def test_grpc_has_the_same_bound() -> None:
     async def scenario() -> None:
         scripted = engine()
-        async with door(scripted) as opened:
+        async with served(scripted) as opened:
             _, code, details = await failed(opened.predict([ask(prompt="x" * (MOST + 1))]))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert f"more than {MOST} tokens" in details

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 from safetensors.numpy import load_file
 
-from tests.api.grpc.calls import answer_to, ask, door, refused, text_of
+from tests.api.grpc.calls import answer_to, ask, refused, served, text_of
 from tests.api.http import CHAT, COMPLETIONS, HELLO, error_of, request
 from tests.api.scripted_engine import ScriptedEngine
 from weft.api.app import build_app
@@ -214,7 +214,7 @@ def test_a_prediction_has_a_prompt_in_segments() -> None:
     segments = [PromptSegment(text="ab"), segment(), PromptSegment(token_ids=TokenIds(ids=[99, 100]))]
 
     async def scenario() -> None:
-        async with door(engine, allow_prompt_embeds=True) as opened:
+        async with served(engine, allow_prompt_embeds=True) as opened:
             await answer_to(opened, ask("", segments=segments))
             await answer_to(opened, ask("", segments=[segments[0], segments[2]]))
             for fields, place in (
@@ -224,7 +224,7 @@ def test_a_prediction_has_a_prompt_in_segments() -> None:
             ):
                 code, details = await refused(opened.predict([ask(**fields)]))
                 assert code.name == "INVALID_ARGUMENT" and details.startswith(place)
-        async with door(engine) as closed:
+        async with served(engine) as closed:
             code, details = await refused(closed.predict([ask("", segments=segments)]))
             assert code.name == "INVALID_ARGUMENT" and "--allow-prompt-embeds" in details
 
@@ -239,7 +239,7 @@ def test_segments_are_bounded_together() -> None:
     long = PromptSegment(token_ids=TokenIds(ids=[99] * (most // 2 + 1)))
 
     async def scenario() -> None:
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             for last in (long, PromptSegment(text="a" * (most // 2))):
                 code, details = await refused(opened.predict([ask("", segments=[long, last])]))
                 assert code.name == "INVALID_ARGUMENT" and "more than" in details and "tokens" in details
@@ -309,7 +309,7 @@ def test_the_embeddings_of_a_text_are_the_text_at_every_endpoint(
             assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
 
         generation = {"temperature": 0, "max_new_tokens": 20}
-        async with door(engine, allow_prompt_embeds=True) as opened:
+        async with served(engine, allow_prompt_embeds=True) as opened:
             plain = await answer_to(opened, ask(QUESTION, generation=generation))
             rpc = await answer_to(opened, ask("", generation=generation, segments=[segment(rows)]))
         assert text_of(rpc) == text_of(plain) != "" and rpc[-1].prompt_tokens == len(ids)

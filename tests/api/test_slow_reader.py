@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.api import raw
-from tests.api.grpc.calls import ask, door, failed
+from tests.api.grpc.calls import ask, failed, served
 from tests.api.http import COMPLETIONS, PROMPT, real_server
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from tests.api.test_server import address_of, process
@@ -62,15 +62,15 @@ class Timers:
         self._now += seconds
         for timer, (at, call) in [*self._due.items()]:
             if at <= self._now:
-                rung = threading.Event()
-                timer.loop.call_soon_threadsafe(self._ring, timer, at, call, rung)
-                assert rung.wait(PATIENCE)
+                called = threading.Event()
+                timer.loop.call_soon_threadsafe(self._ring, timer, at, call, called)
+                assert called.wait(PATIENCE)
 
-    def _ring(self, timer: HandTimer, at: float, call: Callable[[], None], rung: threading.Event) -> None:
+    def _ring(self, timer: HandTimer, at: float, call: Callable[[], None], called: threading.Event) -> None:
         if self._due.get(timer) == (at, call):
             del self._due[timer]
             call()
-        rung.set()
+        called.set()
 
 
 class HandTimer(http_protocol.Timer):
@@ -200,7 +200,7 @@ def test_0_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prediction_that_nobody_reads_is_dropped_alone() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine(list(long_answer()))
-        async with door(engine, slow_reader_timeout_s=0.5, grpc_buffer_size=1) as opened:
+        async with served(engine, slow_reader_timeout_s=0.5, grpc_buffer_size=1) as opened:
             unread = opened.predict([ask()])
             await until(lambda: bool(engine.open))
             async with grpc.aio.insecure_channel(f"127.0.0.1:{opened.server.port}") as other:

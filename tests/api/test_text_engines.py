@@ -1,4 +1,4 @@
-"""Every door over an engine that is given text: what it passes on, and what needs tokens that nobody knows."""
+"""Every endpoint over an engine that is given text: what it passes on, and what needs tokens that nobody knows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from tests.api.grpc.calls import answer_to, ask, door
+from tests.api.grpc.calls import answer_to, ask, served
 from tests.api.http import (
     CHAT,
     COMPLETIONS,
@@ -182,7 +182,7 @@ def test_the_other_interfaces_go_the_same_way() -> None:
 
 def test_grpc_goes_the_same_way() -> None:
     async def answered(engine: TextEngine, **fields: Any) -> Any:
-        async with door(engine) as client:
+        async with served(engine) as client:
             return await answer_to(client, ask(**fields))
 
     engine = TextEngine(plain("Hel", "lo"))

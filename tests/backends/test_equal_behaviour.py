@@ -173,8 +173,8 @@ def native(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bl
     adapter = save_adapter("smollm2", tmp_path_factory.mktemp("adapters") / "red")
     settings = {"num_blocks": 256, "max_num_seqs": NUM_ROWS, "threads": 1, "image_model": "none", "device": "cpu"}
     config = load({"model": str(model), "adapter": [f"red={adapter}"], **settings}, env={})
-    with BlockingEngine(lambda: start_native(config)) as looped:
-        yield looped
+    with BlockingEngine(lambda: start_native(config)) as blocking:
+        yield blocking
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def plan(place: Place = "cuda", **changes: Any) -> Plan:
 
 
 def flags(config: Config, made: Plan | None) -> list[str]:
-    """Of every rung, what it changes against the one before."""
+    """Return what every configuration changes against the one before."""
     tried = [config, *fallback_configs(config, lambda lower: made)]
     return [flags_between(one, other) for one, other in pairwise(tried)]
 

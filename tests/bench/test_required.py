@@ -39,7 +39,7 @@ def test_tc_005_tc_006_what_is_missed_ends_with_1(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(("bounds", "code"), [(EASY, 0), (HARD, 1)])
-def test_tc_005_tc_006_through_the_front_door(long_server: TinyServer, bounds: tuple[str, str], code: int) -> None:
+def test_tc_005_tc_006_over_http(long_server: TinyServer, bounds: tuple[str, str], code: int) -> None:
     """Of a server that runs; one that the command starts is measured in test_serve.py."""
     work = f"serve {long_server.url} --work 1x2:16:8 --runs 1 --vocabulary 200"
     required = ("--require-first-token-ms", bounds[0], "--require-tokens-per-s", bounds[1])

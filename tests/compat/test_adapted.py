@@ -1,4 +1,4 @@
-"""An engine that another package wrote for callers that wait, behind the contract that the doors know."""
+"""An engine that another package wrote for callers that wait, behind the contract that the API knows."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_the_class_has_to_write_is_enough_for_callers_that_wait() -> None:
     asyncio.run(scenario())
 
 
-def test_the_doors_can_serve_it(add_engine: Callable[..., None]) -> None:
+def test_the_api_can_serve_it(add_engine: Callable[..., None]) -> None:
     async def scenario() -> None:
         async with serving(add_engine) as engine:
             params = SamplingParams(max_tokens=5, temperature=0, top_p=1.0)

@@ -1,4 +1,4 @@
-"""Requests that cannot be, through both doors of one real server: each is refused as the client's own mistake, and a
+"""Requests that cannot be, over HTTP and gRPC of one real server: each is refused as the client's own mistake, and a
 request that runs beside them does not notice."""
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Canary(threading.Thread):
         self._client.close()
 
 
-class Doors:
+class Clients:
     def __init__(self, server: TinyServer) -> None:
         self.server = server
         self._channel = grpc.insecure_channel(f"127.0.0.1:{server.grpc_port()}")
-        self.client = httpx.Client(base_url=server.url, timeout=PATIENCE)
+        self.http = httpx.Client(base_url=server.url, timeout=PATIENCE)
 
     def predict(self, *, prompt: Any = "hi", model_id: str = "", **generation: Any) -> str:
         """The status of a prediction."""
@@ -79,20 +79,20 @@ class Doors:
 
     def close(self) -> None:
         self._channel.close()
-        self.client.close()
+        self.http.close()
 
 
 @pytest.fixture(scope="module")
-def doors(small_server: TinyServer) -> Iterator[Doors]:
-    doors = Doors(small_server)
-    yield doors
-    doors.close()
+def clients(small_server: TinyServer) -> Iterator[Clients]:
+    clients = Clients(small_server)
+    yield clients
+    clients.close()
     small_server.check_unharmed()
 
 
 @pytest.fixture(scope="module")
-def canary(doors: Doors) -> Iterator[Canary]:
-    canary = Canary(doors.server.url)
+def canary(clients: Clients) -> Iterator[Canary]:
+    canary = Canary(clients.server.url)
     yield canary
     canary.leaving.set()
     canary.join()
@@ -107,13 +107,13 @@ def beside(canary: Canary) -> Iterator[None]:
     assert not canary.changed
 
 
-def completion(doors: Doors, **fields: Any) -> httpx.Response:
-    return doors.client.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "max_tokens": 2, **fields})
+def completion(clients: Clients, **fields: Any) -> httpx.Response:
+    return clients.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "max_tokens": 2, **fields})
 
 
-def chat(doors: Doors, **fields: Any) -> httpx.Response:
+def chat(clients: Clients, **fields: Any) -> httpx.Response:
     messages = [{"role": "user", "content": "hi"}]
-    return doors.client.post(
+    return clients.http.post(
         "/v1/chat/completions", json={"model": "tiny", "messages": messages, "max_tokens": 2, **fields}
     )
 
@@ -123,23 +123,23 @@ FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
 INTEGERS = ["max_tokens", "top_k", "min_tokens", "n", "logprobs"]
 
 
-def test_numbers_that_cannot_be(doors: Doors) -> None:
+def test_numbers_that_cannot_be(clients: Clients) -> None:
     for field in (*FLOATS, *INTEGERS, "seed", "priority"):
         for value in NUMBERS:
             if field == "seed" and type(value) is int and -HUGE <= value < HUGE:
                 continue
-            response = completion(doors, **{field: value})
+            response = completion(clients, **{field: value})
             assert response.status_code == 400, (field, value, response.text)
             assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400, "0x1", "01", "1.", ".5"])
-def test_literals_that_are_no_numbers(doors: Doors, literal: str) -> None:
+def test_literals_that_are_no_numbers(clients: Clients, literal: str) -> None:
     prompts = {"completions": '"prompt":"hi"', "chat/completions": '"messages":[{"role":"user","content":"hi"}]'}
     for field in (*FLOATS, *INTEGERS, "seed"):
         for path, prompt in prompts.items():
             content = f'{{"model":"tiny",{prompt},"{field}":{literal}}}'
-            response = doors.client.post(f"/v1/{path}", content=content, headers=JSON)
+            response = clients.http.post(f"/v1/{path}", content=content, headers=JSON)
             assert response.status_code == 400, response.text
 
 
@@ -158,13 +158,13 @@ COMPLETIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_completions_that_cannot_be(doors: Doors) -> None:
+def test_completions_that_cannot_be(clients: Clients) -> None:
     for fields in COMPLETIONS:
-        response = completion(doors, **fields)
+        response = completion(clients, **fields)
         assert response.status_code in ((400, 404) if "model" in fields else (400,)), (fields, response.text)
         assert "Traceback" not in response.text and "/" not in response.json()["error"]["message"]
     half_a_character = b'{"model":"tiny","prompt":"\\ud800"}'
-    assert doors.client.post("/v1/completions", content=half_a_character, headers=JSON).status_code == 400
+    assert clients.http.post("/v1/completions", content=half_a_character, headers=JSON).status_code == 400
 
 
 CHATS: list[Any] = [
@@ -175,19 +175,19 @@ CHATS: list[Any] = [
 ]  # fmt: skip
 
 
-def test_chats_that_cannot_be(doors: Doors) -> None:
+def test_chats_that_cannot_be(clients: Clients) -> None:
     for messages in CHATS:
-        response = chat(doors, messages=messages)
+        response = chat(clients, messages=messages)
         assert response.status_code == 400, (messages, response.text)
 
 
 BODIES = [b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"\x00", b'{"model":"tiny"', b"{}", b"[" * 10**5]
 
 
-def test_bodies_that_are_none(doors: Doors) -> None:
+def test_bodies_that_are_none(clients: Clients) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         for content in BODIES:
-            assert doors.client.post(path, content=content, headers=JSON).status_code == 400, (path, content[:20])
+            assert clients.http.post(path, content=content, headers=JSON).status_code == 400, (path, content[:20])
 
 
 GENERATIONS: list[dict[str, Any]] = [
@@ -199,48 +199,50 @@ GENERATIONS += [{"top_p": 0.0}, {"top_p": 1.1}, {"repetition_penalty": 0.0}, {"t
 GENERATIONS += [{"max_new_tokens": count} for count in (0, 2**31, 2**32 - 1)]
 
 
-def test_predictions_that_cannot_be(doors: Doors) -> None:
+def test_predictions_that_cannot_be(clients: Clients) -> None:
     for generation in GENERATIONS:
-        assert doors.predict(**generation) == "INVALID_ARGUMENT", generation
+        assert clients.predict(**generation) == "INVALID_ARGUMENT", generation
 
 
-def test_an_empty_prompt_is_refused_at_both_doors(doors: Doors) -> None:
-    assert completion(doors, prompt="").status_code == 400
-    assert doors.predict(prompt="") == "INVALID_ARGUMENT"
+def test_an_empty_prompt_is_refused_over_both_protocols(clients: Clients) -> None:
+    assert completion(clients, prompt="").status_code == 400
+    assert clients.predict(prompt="") == "INVALID_ARGUMENT"
 
 
-def test_a_prompt_of_nothing_but_special_tokens_is_answered_alike(doors: Doors) -> None:
+def test_a_prompt_of_nothing_but_special_tokens_is_answered_alike(clients: Clients) -> None:
     for prompt in ("<|im_start|>", "<|im_end|>", "<|endoftext|>" * 5, "\x00", "\ufffd", " ", "\n"):
-        assert completion(doors, prompt=prompt).status_code == 200, prompt
-        assert doors.predict(prompt=prompt) == "OK", prompt
+        assert completion(clients, prompt=prompt).status_code == 200, prompt
+        assert clients.predict(prompt=prompt) == "OK", prompt
 
 
 @pytest.mark.parametrize(
     ("length", "fits"), [(CONTEXT - 2, True), (CONTEXT - 1, False), (CONTEXT, False), (CONTEXT + 1, False)]
 )
-def test_the_context_ends_at_both_doors_which_cut_what_is_too_much(doors: Doors, length: int, fits: bool) -> None:
+def test_the_context_ends_over_both_protocols_which_cut_what_is_too_much(
+    clients: Clients, length: int, fits: bool
+) -> None:
     """With two tokens of an answer."""
     prompt = ONE_TOKEN * length
-    assert doors.client.post("/tokenize", json={"prompt": prompt}).json()["count"] == length
-    response = completion(doors, prompt=prompt)
+    assert clients.http.post("/tokenize", json={"prompt": prompt}).json()["count"] == length
+    response = completion(clients, prompt=prompt)
     assert response.status_code == (200 if length < CONTEXT else 400)
     if length >= CONTEXT:
         assert response.json()["error"]["code"] == "context_length_exceeded"
     else:
         assert response.headers.get(FIELDS_HEADER) == (None if fits else "max_tokens")
-    assert doors.predict(prompt=prompt) == ("OK" if length < CONTEXT else "INVALID_ARGUMENT")
+    assert clients.predict(prompt=prompt) == ("OK" if length < CONTEXT else "INVALID_ARGUMENT")
 
 
-def test_a_prompt_of_the_whole_context_leaves_room_for_one_token(doors: Doors) -> None:
+def test_a_prompt_of_the_whole_context_leaves_room_for_one_token(clients: Clients) -> None:
     prompt = ONE_TOKEN * (CONTEXT - 1)
-    response = completion(doors, prompt=prompt, max_tokens=1)
+    response = completion(clients, prompt=prompt, max_tokens=1)
     assert response.json()["usage"]["total_tokens"] == CONTEXT
-    assert doors.predict(prompt=prompt, max_new_tokens=1) == "OK"
+    assert clients.predict(prompt=prompt, max_new_tokens=1) == "OK"
 
 
-def test_another_model_is_not_found_at_either_door(doors: Doors) -> None:
-    assert completion(doors, model="other").status_code == 404
-    assert doors.predict(model_id="other") == "NOT_FOUND"
+def test_another_model_is_not_found_over_either_protocol(clients: Clients) -> None:
+    assert completion(clients, model="other").status_code == 404
+    assert clients.predict(model_id="other") == "NOT_FOUND"
 
 
 WORDS = "the cat sat on a mat, " * 190_000
@@ -265,12 +267,12 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OVERSIZED)
-def test_a_body_of_megabytes_is_refused_and_takes_little_more_than_its_size(doors: Doors, name: str) -> None:
+def test_a_body_of_megabytes_is_refused_and_takes_little_more_than_its_size(clients: Clients, name: str) -> None:
     path, fields = OVERSIZED[name]
-    process = Path(f"/proc/{doors.server.process.pid}")
+    process = Path(f"/proc/{clients.server.process.pid}")
     (process / "clear_refs").write_text("5")  # The peak is counted from here on.
     before = kilobytes(process, "VmRSS")
-    response = doors.client.post(f"/v1/{path}", json={"model": "tiny", **NEEDED[path], **fields})
+    response = clients.http.post(f"/v1/{path}", json={"model": "tiny", **NEEDED[path], **fields})
     assert response.status_code == 400, response.text[:500]
     assert len(response.content) < 1000
     assert kilobytes(process, "VmHWM") - before < 128 * 1024
@@ -281,8 +283,8 @@ def kilobytes(process: Path, name: str) -> int:
     return int(found)
 
 
-def test_tokenize_and_grpc_refuse_a_text_of_megabytes(doors: Doors) -> None:
-    response = doors.client.post("/tokenize", json={"prompt": WORDS * 2, "return_token_strs": True})
+def test_tokenize_and_grpc_refuse_a_text_of_megabytes(clients: Clients) -> None:
+    response = clients.http.post("/tokenize", json={"prompt": WORDS * 2, "return_token_strs": True})
     assert response.status_code == 400
     assert "--max-model-len" in response.json()["error"]["message"]
-    assert doors.predict(prompt=WORDS[:3_000_000]) == "INVALID_ARGUMENT"
+    assert clients.predict(prompt=WORDS[:3_000_000]) == "INVALID_ARGUMENT"

@@ -225,7 +225,7 @@ class TestGrpc:
 
 
 def completion(server: TinyServer, prompt: str, max_tokens: int) -> str:
-    """The same answer by the other door."""
+    """The same answer over HTTP."""
     body = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     text: str = httpx.post(server.url + "/v1/completions", json=body, timeout=PATIENCE).json()["choices"][0]["text"]
     return text

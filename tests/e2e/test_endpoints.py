@@ -1,4 +1,4 @@
-"""One server, two doors: the same answers, the same keys."""
+"""One server over HTTP and gRPC: the same answers, the same keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def predict(server: Server, **metadata: str) -> str:
         )
 
 
-def test_both_doors_give_the_same_answer(locked: Server) -> None:
+def test_both_protocols_give_the_same_answer(locked: Server) -> None:
     body = {"model": "smollm2", "prompt": PROMPT, "temperature": 0, "max_tokens": 6}
     answer = httpx.post(locked.url + "/v1/completions", json=body, headers=KEY, timeout=PATIENCE).json()
     text = answer["choices"][0]["text"]
@@ -37,7 +37,7 @@ def test_both_doors_give_the_same_answer(locked: Server) -> None:
     assert predict(locked, **KEY) == text
 
 
-def test_both_doors_are_closed_without_the_key(locked: Server) -> None:
+def test_both_protocols_are_closed_without_the_key(locked: Server) -> None:
     assert httpx.get(locked.url + "/v1/models", timeout=PATIENCE).status_code == 401
     assert httpx.get(locked.url + "/health/live", timeout=PATIENCE).status_code == 200
     with pytest.raises(grpc.RpcError) as refused:

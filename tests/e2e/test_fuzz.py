@@ -1,4 +1,4 @@
-"""Bad requests over both doors, with a good one beside them all the time: it never notices."""
+"""Bad requests over HTTP and gRPC, with a good one beside them all the time: it never notices."""
 
 from __future__ import annotations
 

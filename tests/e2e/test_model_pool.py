@@ -25,7 +25,7 @@ ADMIN = {"x-api-key": "root"}
 FLAGS = ("--kv-cache-memory-mb", "32", "--image-model", "none", "--threads", "1", "--admin-key", "root")
 
 
-class Fleet(Server):
+class PoolServer(Server):
     def __init__(self, file: Path, *flags: str) -> None:
         self.file = file
         super().__init__("--models-file", str(file), *FLAGS, *flags)
@@ -59,26 +59,26 @@ def models(tiny_directory: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def fleet(models: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with Fleet(write(tmp_path_factory.mktemp("fleet") / "models.json", models), "--preload", "first") as fleet:
-        yield fleet
+def pool(models: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolServer]:
+    with PoolServer(write(tmp_path_factory.mktemp("pool") / "models.json", models), "--preload", "first") as pool:
+        yield pool
 
 
-def test_two_models_answer_by_name_each_from_an_engine_of_its_own(fleet: Fleet) -> None:
-    assert fleet.states() == {"first": "loaded", "second": "unloaded"}
-    assert len(fleet.engine_pids()) == 1
+def test_two_models_answer_by_name_each_from_an_engine_of_its_own(pool: PoolServer) -> None:
+    assert pool.states() == {"first": "loaded", "second": "unloaded"}
+    assert len(pool.engine_pids()) == 1
     with ThreadPoolExecutor(10) as herd:
-        answers = [*herd.map(fleet.complete, ["second"] * 10)]
+        answers = [*herd.map(pool.complete, ["second"] * 10)]
     assert {answer.status_code for answer in answers} == {200}
     texts = {answer.json()["choices"][0]["text"] for answer in answers}
     assert len(texts) == 1
-    assert {*texts} != {fleet.complete("first").json()["choices"][0]["text"]}
-    assert len(fleet.engine_pids()) == 2
-    assert 'weft_model_loads_total{model_name="second"} 1.0' in fleet.get("/metrics").text
+    assert {*texts} != {pool.complete("first").json()["choices"][0]["text"]}
+    assert len(pool.engine_pids()) == 2
+    assert 'weft_model_loads_total{model_name="second"} 1.0' in pool.get("/metrics").text
 
 
-def test_openai_s_client_lists_them(fleet: Fleet) -> None:
-    client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none")
+def test_openai_s_client_lists_them(pool: PoolServer) -> None:
+    client = openai.OpenAI(base_url=f"{pool.url}/v1", api_key="none")
     assert [model.id for model in client.models.list()] == ["first", "second"]
     chat = client.chat.completions.create(
         model="first", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=3
@@ -88,28 +88,28 @@ def test_openai_s_client_lists_them(fleet: Fleet) -> None:
         client.completions.create(model="third", prompt="hi")
 
 
-def test_unloading_ends_the_engine_and_gives_its_memory_back(fleet: Fleet) -> None:
-    fleet.complete("second")
-    before = {*fleet.engine_pids()}
-    assert fleet.admin("unload", model="second").json()["state"] == "unloaded"
-    [gone] = before - {*fleet.engine_pids()}
+def test_unloading_ends_the_engine_and_gives_its_memory_back(pool: PoolServer) -> None:
+    pool.complete("second")
+    before = {*pool.engine_pids()}
+    assert pool.admin("unload", model="second").json()["state"] == "unloaded"
+    [gone] = before - {*pool.engine_pids()}
     assert not Path(f"/proc/{gone}").exists()
-    assert len(fleet.engine_pids()) == 1
-    assert fleet.complete("first").status_code == 200
+    assert len(pool.engine_pids()) == 1
+    assert pool.complete("first").status_code == 200
 
 
-def test_the_death_of_one_engine_is_not_heard_by_the_other_s_streams(fleet: Fleet) -> None:
-    fleet.admin("unload", model="second")
-    [first] = fleet.engine_pids()
-    assert fleet.admin("load", model="second").json()["state"] == "loaded"
-    [second] = {*fleet.engine_pids()} - {first}
-    whole = fleet.complete("first", 300).json()["choices"][0]["text"]
+def test_the_death_of_one_engine_is_not_heard_by_the_other_s_streams(pool: PoolServer) -> None:
+    pool.admin("unload", model="second")
+    [first] = pool.engine_pids()
+    assert pool.admin("load", model="second").json()["state"] == "loaded"
+    [second] = {*pool.engine_pids()} - {first}
+    whole = pool.complete("first", 300).json()["choices"][0]["text"]
     begun = threading.Event()
     texts: list[str] = []
 
     def stream() -> None:
         asked = body("first", 300) | {"stream": True}
-        with httpx.stream("POST", f"{fleet.url}/v1/completions", json=asked, timeout=PATIENCE) as answer:
+        with httpx.stream("POST", f"{pool.url}/v1/completions", json=asked, timeout=PATIENCE) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     begun.set()
@@ -119,25 +119,25 @@ def test_the_death_of_one_engine_is_not_heard_by_the_other_s_streams(fleet: Flee
     reading.start()
     assert begun.wait(PATIENCE)
     os.kill(second, signal.SIGKILL)
-    assert fleet.complete("second").status_code == 200
+    assert pool.complete("second").status_code == 200
     reading.join(PATIENCE)
     assert "".join(texts) == whole
-    assert first in fleet.engine_pids() and second not in fleet.engine_pids()
-    lines = fleet.get("/metrics").text.splitlines()
+    assert first in pool.engine_pids() and second not in pool.engine_pids()
+    lines = pool.get("/metrics").text.splitlines()
     assert 'weft_engine_restarts_total{model_name="first"} 0.0' in lines
     assert 'weft_engine_restarts_total{model_name="second"} 1.0' in lines
 
 
-def test_the_file_changes_while_it_serves(fleet: Fleet, models: dict[str, dict[str, Any]]) -> None:
-    before = {*fleet.engine_pids()}
-    fleet.file.write_text('{"models": {"first": {"pat": 1}}}')
-    wait_until(lambda: any("the models stay as they were" in line and "models.json:1" in line for line in fleet.log))
-    assert fleet.complete("first").status_code == 200
-    write(fleet.file, {"third": models["second"], "first": {**models["first"], "max_model_len": 64}})
-    wait_until(lambda: not before & {*fleet.engine_pids()})
-    wait_until(lambda: fleet.states() == {"third": "unloaded", "first": "loaded"})
-    assert fleet.complete("second").status_code == 404
-    assert "max_tokens" in fleet.complete("first", 100).headers[FIELDS_HEADER]
+def test_the_file_changes_while_it_serves(pool: PoolServer, models: dict[str, dict[str, Any]]) -> None:
+    before = {*pool.engine_pids()}
+    pool.file.write_text('{"models": {"first": {"pat": 1}}}')
+    wait_until(lambda: any("the models stay as they were" in line and "models.json:1" in line for line in pool.log))
+    assert pool.complete("first").status_code == 200
+    write(pool.file, {"third": models["second"], "first": {**models["first"], "max_model_len": 64}})
+    wait_until(lambda: not before & {*pool.engine_pids()})
+    wait_until(lambda: pool.states() == {"third": "unloaded", "first": "loaded"})
+    assert pool.complete("second").status_code == 404
+    assert "max_tokens" in pool.complete("first", 100).headers[FIELDS_HEADER]
 
 
 def test_one_at_a_time_and_one_that_is_damaged(models: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -152,13 +152,13 @@ def test_one_at_a_time_and_one_that_is_damaged(models: dict[str, dict[str, Any]]
     assert check.returncode == 1
     assert first.endswith("models.json:3: first: ok") and second.endswith("models.json:6: second: ok")
     assert "models.json:9: damaged: " in third and "model.safetensors" in third
-    with Fleet(file, "--max-loaded-models", "1") as fleet:
-        wait_until(lambda: any("models.json:9: damaged cannot be loaded" in line for line in fleet.log))
-        assert fleet.states() == {"first": "unloaded", "second": "unloaded", "damaged": "failed"}
+    with PoolServer(file, "--max-loaded-models", "1") as pool:
+        wait_until(lambda: any("models.json:9: damaged cannot be loaded" in line for line in pool.log))
+        assert pool.states() == {"first": "unloaded", "second": "unloaded", "damaged": "failed"}
         for name in ("first", "second"):
-            assert fleet.complete(name).status_code == 200
-            assert len(fleet.engine_pids()) == 1
-        assert fleet.states()["first"] == "unloaded"
-        failed = fleet.complete("damaged")
+            assert pool.complete(name).status_code == 200
+            assert len(pool.engine_pids()) == 1
+        assert pool.states()["first"] == "unloaded"
+        failed = pool.complete("damaged")
         assert failed.status_code == 503 and "'damaged' could not be loaded" in failed.json()["error"]["message"]
-        assert fleet.complete("second").status_code == 200
+        assert pool.complete("second").status_code == 200

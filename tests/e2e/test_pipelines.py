@@ -1,4 +1,4 @@
-"""Pipelines of `diffusers` behind the HTTP door of a real server: images step by step, beside chats."""
+"""Pipelines of `diffusers` behind the HTTP API of a real server: images step by step, beside chats."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_steps_are_counted_and_previews_shown(server: TinyServer) -> None:
     assert len(shown) == 2 and shown[0] != shown[1]
 
 
-def test_leaving_in_the_middle_frees_the_canvas_beside_a_chat(server: TinyServer) -> None:
+def test_leaving_in_the_middle_frees_the_latent_slot_beside_a_chat(server: TinyServer) -> None:
     """The chat begins before the image and ends after it: neither waits for the other."""
     chat = {
         "model": NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200, "ignore_eos": True,

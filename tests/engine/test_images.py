@@ -1,4 +1,4 @@
-"""Images through the engine: steps without memory, engines that die, and the doors' way in."""
+"""Images through the engine: steps without memory, engines that die, and the way in from the endpoints."""
 
 from __future__ import annotations
 

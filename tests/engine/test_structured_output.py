@@ -1,4 +1,4 @@
-"""Structured output from a request to its text: what every door gives is made of this. The default model keeps to
+"""Structured output from a request to its text: what every endpoint gives is made of this. The default model keeps to
 schemas; what does not depend on the model is tried with the tiny one."""
 
 from __future__ import annotations

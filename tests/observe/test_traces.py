@@ -15,14 +15,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests import virtual_time
-from tests.api.grpc.calls import ask, door
+from tests.api.grpc.calls import ask, served
 from tests.api.http import COMPLETIONS, PROMPT, request_app
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from weft.api.app import build_app
 from weft.config import load
 from weft.errors import ConfigError, EngineFault
 from weft.observe.traces import Traces, open_traces
-from weft.serving import admission as gates
+from weft.serving import admission
 from weft.types import Event, FinishReason, Output, Request, SamplingParams, TraceContext
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -35,7 +35,7 @@ WITH_TRACES = {"otlp_endpoint": "http://collector/v1/traces"}
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
     traces = Traces(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(gates, "open_traces", lambda endpoint: traces)
+    monkeypatch.setattr(admission, "open_traces", lambda endpoint: traces)
     yield exporter
     traces.close()
 
@@ -103,7 +103,7 @@ def test_a_failure_has_its_span(exporter: InMemorySpanExporter) -> None:
 
 def test_predictions_have_spans_too(exporter: InMemorySpanExporter) -> None:
     async def scenario() -> None:
-        async with door(ScriptedEngine(), **WITH_TRACES) as opened:
+        async with served(ScriptedEngine(), **WITH_TRACES) as opened:
             method = opened.channel.stream_stream("/cy.llm.AiInference/StreamPredict")
             call = method([ask(trace_id="t-1").SerializeToString()], metadata=[("traceparent", TRACEPARENT)])
             assert [one async for one in call]
@@ -162,7 +162,7 @@ def test_what_an_edge_sends_is_no_traceparent() -> None:
 
 
 def test_without_an_endpoint_there_are_none() -> None:
-    assert gates.Admission(load(env={})).traces is None
+    assert admission.Admission(load(env={})).traces is None
 
 
 def test_missing_packages_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Images beside text in one scheduler: their stages, their canvases, their place in the steps, and their ends."""
+"""Images beside text in one scheduler: their stages, their latent slots, their place in the steps, and their ends."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_drawing_has_neither_a_row_nor_blocks() -> None:
     simulation.step()
     now = simulation.scheduler.stats()
     assert (now.blocks_used, now.running, now.images_running, len(simulation.scheduler.running)) == (0, 1, 1, 0)
-    assert now.embedding_bytes == 100 + 10, "a canvas and a text"
+    assert now.embedding_bytes == 100 + 10, "a latent slot and a text"
     simulation.step()
     assert simulation.scheduler.stats().blocks_used == 0
     simulation.run()
@@ -440,7 +440,7 @@ def test_a_checkpoint_of_no_step_of_the_image_is_refused(step: int) -> None:
 # Canvases.
 
 
-def test_no_more_images_are_drawn_than_there_are_canvases_and_nobody_waits_for_them() -> None:
+def test_no_more_images_are_drawn_than_there_are_latent_slots_and_nobody_waits_for_them() -> None:
     images = [drawing(f"i{i}", [i], 10) for i in range(5)]
     chat = request("chat", [1, 2], 5)
     simulation = simulated(*images, chat, of_images=image_limits(max_num_images=2))
@@ -475,7 +475,7 @@ def test_an_abort_at_any_step_gives_everything_back(after: int, delay: int) -> N
 
 
 @DELAYS
-def test_an_id_and_a_canvas_can_be_used_again_at_once(delay: int) -> None:
+def test_an_id_and_a_latent_slot_can_be_used_again_at_once(delay: int) -> None:
     simulation = simulated(drawing("i", [1], 8, seed=1), delay=delay, of_images=image_limits(max_num_images=1))
     for _ in range(4):
         simulation.step()
@@ -609,16 +609,16 @@ def test_an_image_that_cannot_be_drawn_is_refused(asked: Request, param: str) ->
 # The books.
 
 
-def lost_canvas(simulation: Simulation) -> None:
+def lost_latent_slot(simulation: Simulation) -> None:
     simulation.scheduler.images.memory.free_latent_slots.pop()
 
 
-def canvas_of_two(simulation: Simulation) -> None:
+def latent_slot_of_two(simulation: Simulation) -> None:
     one, other = simulation.scheduler.images.denoising
     one.latent_slot = other.latent_slot
 
 
-def miscounted_canvases(simulation: Simulation) -> None:
+def miscounted_latent_slots(simulation: Simulation) -> None:
     simulation.scheduler.images.memory.num_latent_slots += 1
 
 
@@ -651,9 +651,9 @@ def never_begun(simulation: Simulation) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lost_canvas,
-        canvas_of_two,
-        miscounted_canvases,
+        lost_latent_slot,
+        latent_slot_of_two,
+        miscounted_latent_slots,
         miscounted_images,
         forgotten_image,
         drawing_on_nothing,

@@ -189,7 +189,7 @@ NOT_TAKEN = {
 
 
 @pytest.mark.parametrize("name", NOT_TAKEN)
-def test_what_the_engine_cannot_take_is_refused_at_its_door(name: str) -> None:
+def test_what_the_engine_cannot_take_is_refused_when_it_is_added(name: str) -> None:
     bounds, asked = NOT_TAKEN[name]
     scheduler = Scheduler(bounds)
     with pytest.raises(InvalidRequest) as refused:

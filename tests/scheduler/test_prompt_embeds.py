@@ -230,7 +230,7 @@ def test_what_is_drawn_from_is_not_forgotten_and_all_else_is() -> None:
     assert_drawn(simulation, running)
 
 
-def test_images_wait_for_texts_where_those_are_fewer_than_canvases() -> None:
+def test_images_wait_for_texts_where_those_are_fewer_than_latent_slots() -> None:
     asked = [drawing(f"i{i}", [i], 3, negative=[i, i]) for i in range(5)]
     chat = request("chat", [1], 4)
     simulation = simulated(*asked, chat, of_images=image_limits(max_num_images=4, max_num_embeds=3))
@@ -273,7 +273,7 @@ def test_equal_tensors_are_neither_shared_nor_kept() -> None:
     asked = [drawing(f"i{i}", given=embeds(1, 2), guidance=1.0, steps=4) for i in range(2)]
     simulation = simulated(*asked)
     simulation.step()
-    assert simulation.scheduler.stats().embedding_bytes == 2 * (100 + 10 + 4), "canvas, text and tensor"
+    assert simulation.scheduler.stats().embedding_bytes == 2 * (100 + 10 + 4), "latent slot, text and tensor"
     simulation.run()
     texts = simulation.scheduler.images.memory.embeds
     assert not texts.by_key and all(text.source is None for text in texts.slots)
@@ -467,7 +467,7 @@ def miscounted_tensors(simulation: Simulation) -> None:
     simulation.scheduler.images.memory.client_bytes -= 1
 
 
-def aside_without_a_canvas(simulation: Simulation) -> None:
+def aside_without_a_latent_slot(simulation: Simulation) -> None:
     images = simulation.scheduler.images
     cursor = images.denoising.pop()
     cursor.release(images.memory)
@@ -489,7 +489,7 @@ def aside_without_a_canvas(simulation: Simulation) -> None:
         half_a_text_is_known,
         tensor_of_two,
         miscounted_tensors,
-        aside_without_a_canvas,
+        aside_without_a_latent_slot,
     ],
     ids=lambda damage: damage.__name__,
 )

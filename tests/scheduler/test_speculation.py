@@ -401,7 +401,7 @@ def test_an_error_behind_a_right_draft_comes_after_the_tokens_before_it() -> Non
 
 
 @pytest.mark.parametrize(
-    ("speculates", "wish", "prediction", "drafts"),
+    ("speculates", "speculative", "prediction", "drafts"),
     [
         (False, None, (), False),
         (True, None, (), True),
@@ -411,9 +411,11 @@ def test_an_error_behind_a_right_draft_comes_after_the_tokens_before_it() -> Non
         (False, False, (3, 4), False),
     ],
 )
-def test_who_is_drafted_for(speculates: bool, wish: bool | None, prediction: tuple[int, ...], drafts: bool) -> None:
+def test_who_is_drafted_for(
+    speculates: bool, speculative: bool | None, prediction: tuple[int, ...], drafts: bool
+) -> None:
     simulation = Simulation(limits(max_speculative_tokens=16, speculates=speculates))
-    simulation.add(request("r", [1, 2] * 5, 10, speculative=wish, prediction=prediction))
+    simulation.add(request("r", [1, 2] * 5, 10, speculative=speculative, prediction=prediction))
     cursor = simulation.scheduler.cursors["r"]
     assert isinstance(cursor, TokenCursor) and (cursor.drafter is not None) == drafts
 

@@ -1,4 +1,4 @@
-"""Several scripted models behind one gate."""
+"""Several scripted models in one pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def entry(name: str, config: Config, **fields: Any) -> ModelEntry:
 
 
 class ScriptedRoster:
-    """Its models say their names; loads take as long as `gates` say, and fail as `faults` say."""
+    """Its models say their names; loads take as long as `pauses` say, and fail as `faults` say."""
 
     def __init__(self, names: Iterable[str], config: Config) -> None:
         self.config = config
@@ -39,7 +39,7 @@ class ScriptedRoster:
         self.default = next(iter(self.entries))
         self.memory_limit = 0
         self.needs: dict[str, Need] = {}
-        self.gates: dict[str, asyncio.Event] = {}
+        self.pauses: dict[str, asyncio.Event] = {}
         self.faults: dict[str, Exception] = {}
         self.scripts: dict[str, Any] = {}
         self.started: list[str] = []
@@ -49,7 +49,7 @@ class ScriptedRoster:
         """What the file says when it is read again."""
         self.is_broken = False
         self.num_looks = 0
-        """How often the fleet has looked whether the file has changed."""
+        """How often the pool has looked whether the file has changed."""
 
     def refresh(self) -> bool:
         self.num_looks += 1
@@ -76,8 +76,8 @@ class ScriptedRoster:
         self.started.append(name)
         self.make_room[name] = make_room
         report("load")
-        if name in self.gates:
-            await self.gates[name].wait()
+        if name in self.pauses:
+            await self.pauses[name].wait()
         if fault := self.faults.get(name):
             if isinstance(fault, OutOfMemory) and await make_room(fault.message):
                 return await self.start(entry, report, make_room)
@@ -88,22 +88,22 @@ class ScriptedRoster:
         return engine
 
 
-class House:
-    def __init__(self, gate: Admission, roster: ScriptedRoster, client: httpx.AsyncClient) -> None:
-        self.gate = gate
+class ServedPool:
+    def __init__(self, admission: Admission, roster: ScriptedRoster, client: httpx.AsyncClient) -> None:
+        self.admission = admission
         self.roster = roster
         self.client = client
 
     def slot(self, name: str) -> ModelSlot:
-        return self.gate.pool.named(name)
+        return self.admission.pool.named(name)
 
     async def looks_twice(self) -> None:
-        """Return when the fleet has looked after its models twice more."""
+        """Return when the pool has looked after its models twice more."""
         before = self.roster.num_looks
-        await until(lambda: self.roster.num_looks >= before + 2, "the fleet's next looks")
+        await until(lambda: self.roster.num_looks >= before + 2, "the pool's next looks")
 
     def states(self) -> dict[str, str]:
-        return {slot.name: slot.state for slot in self.gate.pool.slots}
+        return {slot.name: slot.state for slot in self.admission.pool.slots}
 
     async def ask(self, model: str, **fields: Any) -> httpx.Response:
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **fields}
@@ -118,10 +118,10 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def house(
+async def served_pool(
     *names: str, prepare: Callable[[ScriptedRoster], None] | None = None, **flags: Any
-) -> AsyncIterator[House]:
-    """It has started, or its start waits for one of the roster's gates. Its models have the loop's clock."""
+) -> AsyncIterator[ServedPool]:
+    """It has started, or its start waits for one of the roster's pauses. Its models have the loop's clock."""
     config = load(flags, env={})
     roster = ScriptedRoster(names, config)
     if prepare is not None:
@@ -133,19 +133,19 @@ async def house(
 
 
 @contextlib.asynccontextmanager
-async def _opened(gate: Admission, roster: ScriptedRoster) -> AsyncIterator[House]:
-    transport = httpx.ASGITransport(admission_app(gate))
+async def _opened(admission: Admission, roster: ScriptedRoster) -> AsyncIterator[ServedPool]:
+    transport = httpx.ASGITransport(admission_app(admission))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        starting = asyncio.create_task(gate.pool.start())
-        await until(lambda: starting.done() or {*roster.started} & roster.gates.keys(), "the start")
+        starting = asyncio.create_task(admission.pool.start())
+        await until(lambda: starting.done() or {*roster.started} & roster.pauses.keys(), "the start")
         try:
-            yield House(gate, roster, client)
+            yield ServedPool(admission, roster, client)
         finally:
             starting.cancel()
             await asyncio.wait({starting})
-            await gate.close()
+            await admission.close()
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """On the virtual clock. The fleet's watch goes on for ever, and a scenario that waits in vain is ended."""
+    """On the virtual clock. The pool's watch goes on for ever, and a scenario that waits in vain is ended."""
     virtual_time.run(asyncio.wait_for(scenario(), 3600))

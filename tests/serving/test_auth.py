@@ -1,4 +1,4 @@
-"""Keys at the HTTP door: every route is closed without one, whatever the path looks like; only liveness is open."""
+"""Keys over HTTP: every route is closed without one, whatever the path looks like; only liveness is open."""
 
 from __future__ import annotations
 

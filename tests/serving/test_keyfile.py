@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.api.clock import Clock
-from tests.api.grpc.calls import Client, answer_to, ask, door
+from tests.api.grpc.calls import Client, answer_to, ask, served
 from tests.api.http import CHAT, HELLO, request, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.api.test_server import address_of, process
@@ -145,7 +145,7 @@ def test_a_broken_change_keeps_the_old_keys_and_says_why_once(file: Path, caplog
     assert keys.owner(["mended"]) is not None and keys.owner(["old"]) is None
 
 
-def test_the_owner_s_name_reaches_the_engine_through_both_doors(file: Path) -> None:
+def test_the_owner_s_name_reaches_the_engine_over_both_protocols(file: Path) -> None:
     file.write_text("alice: secret-a\nbob: secret-b\n")
     engine = ScriptedEngine(answer("x"))
     app = build_app(engine, load({"api_key_file": str(file)}, env={}))
@@ -154,7 +154,7 @@ def test_the_owner_s_name_reaches_the_engine_through_both_doors(file: Path) -> N
         assert request_app(app, "POST", CHAT, json=HELLO, headers=headers).status_code == 200
 
     async def scenario() -> None:
-        async with door(engine, api_key_file=str(file)) as opened:
+        async with served(engine, api_key_file=str(file)) as opened:
             await answer_to(Client(opened.channel, "secret-b"), ask())
             await answer_to(Client(opened.channel, "secret-a"), ask())
 

@@ -1,4 +1,4 @@
-"""A fleet whose file changes, and an operator who loads and unloads."""
+"""A model pool whose file changes, and an operator who loads and unloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import Message
 from tests.api.grpc.calls import Client, answer_to, ask, text_of
 from tests.api.http import error_of
 from tests.api.scripted_engine import answer, forever
-from tests.serving.model_pools import House, ScriptedRoster, entry, house, run
+from tests.serving.model_pools import ScriptedRoster, ServedPool, entry, run, served_pool
 from tests.waiting import until
 from weft.api.app import admission_app
 from weft.api.grpc.grpc_server import serve_rpc
@@ -31,18 +31,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pool, "WATCH_S", 0.02)
 
 
-def with_length(opened: House, name: str, length: int) -> Any:
+def with_length(opened: ServedPool, name: str, length: int) -> Any:
     before = opened.roster.entries[name]
     return replace(before, config=replace(before.config, model=replace(before.config.model, max_model_len=length)))
 
 
-async def admin(opened: House, what: str, **body: str) -> httpx.Response:
+async def admin(opened: ServedPool, what: str, **body: str) -> httpx.Response:
     return await opened.client.post(f"/admin/models/{what}", json=body, headers=ADMIN)
 
 
 def test_new_names_appear_and_removed_ones_drain_and_go() -> None:
     async def scenario() -> None:
-        async with house("a", "b") as opened:
+        async with served_pool("a", "b") as opened:
             ended = asyncio.Event()
             opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), ended.wait, *answer("y")]
             inside = asyncio.create_task(opened.said("a"))
@@ -65,16 +65,16 @@ def test_new_names_appear_and_removed_ones_drain_and_go() -> None:
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_server_that_ends_ends_the_models_that_are_going_too(has_begun: bool) -> None:
     async def scenario() -> None:
-        async with house("a", "b") as opened:
+        async with served_pool("a", "b") as opened:
             opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), forever]
             inside = asyncio.create_task(opened.ask("a"))
             await until(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
             going = opened.slot("a")
             opened.roster.next = {"b": opened.roster.entries["b"]}
-            opened.gate.pool.reload()
+            opened.admission.pool.reload()
             if has_begun:
                 await until(lambda: going.state == "unloading")
-            await opened.gate.close()
+            await opened.admission.close()
             assert opened.roster.engines["a"].closed and going.state == "unloaded"
             inside.cancel()
             await asyncio.wait({inside})
@@ -87,15 +87,15 @@ def test_a_model_that_goes_while_the_server_starts_keeps_nobody_out(gone: str) -
     def prepare(roster: ScriptedRoster) -> None:
         for name in ("a", "b"):
             roster.entries[name] = replace(roster.entries[name], preload=True)
-        roster.gates["a"] = asyncio.Event()
+        roster.pauses["a"] = asyncio.Event()
 
     async def scenario() -> None:
-        async with house("a", "b", "c", prepare=prepare) as opened:
+        async with served_pool("a", "b", "c", prepare=prepare) as opened:
             assert opened.roster.started == ["a"]
             opened.roster.next = {name: found for name, found in opened.roster.entries.items() if name != gone}
             await until(lambda: gone not in opened.states())
-            opened.roster.gates["a"].set()
-            await until(lambda: opened.gate.pool.health().ready)
+            opened.roster.pauses["a"].set()
+            await until(lambda: opened.admission.pool.health().ready)
             assert opened.roster.started == (["a"] if gone == "b" else ["a", "b"])
             assert await opened.said("c") == "I am c"
             await until(lambda: gone == "b" or opened.roster.engines["a"].closed)
@@ -105,7 +105,7 @@ def test_a_model_that_goes_while_the_server_starts_keeps_nobody_out(gone: str) -
 
 def test_a_model_that_goes_while_it_is_loaded_anew_is_not_loaded() -> None:
     async def scenario() -> None:
-        async with house("a", "b") as opened:
+        async with served_pool("a", "b") as opened:
             await opened.said("a")
             ended = asyncio.Event()
             engine = opened.roster.engines["a"]
@@ -131,7 +131,7 @@ def test_a_model_that_goes_while_it_is_loaded_anew_is_not_loaded() -> None:
 
 def test_what_has_changed_is_loaded_anew_when_it_is_idle_and_the_rest_stays() -> None:
     async def scenario() -> None:
-        async with house("a", "b") as opened:
+        async with served_pool("a", "b") as opened:
             await opened.said("b")
             ended = asyncio.Event()
             opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), ended.wait, *answer("y")]
@@ -153,7 +153,7 @@ def test_what_has_changed_is_loaded_anew_when_it_is_idle_and_the_rest_stays() ->
 
 def test_a_changed_entry_forgives_a_failure() -> None:
     async def scenario() -> None:
-        async with house("a") as opened:
+        async with served_pool("a") as opened:
             opened.roster.faults["a"] = ModelError("It is damaged.")
             assert (await opened.ask("a")).status_code == 503
             opened.roster.faults.clear()
@@ -166,7 +166,7 @@ def test_a_changed_entry_forgives_a_failure() -> None:
 
 def test_the_operator_loads_unloads_and_reloads() -> None:
     async def scenario() -> None:
-        async with house("a", "b", admin_key=["root"]) as opened:
+        async with served_pool("a", "b", admin_key=["root"]) as opened:
             loaded = await admin(opened, "load", model="b")
             assert loaded.json()["state"] == "loaded" and loaded.json()["engine"] == "scripted"
             listed = (await opened.client.get("/admin/models", headers=ADMIN)).json()["models"]
@@ -191,7 +191,7 @@ def test_the_operator_loads_unloads_and_reloads() -> None:
 
 def test_an_operator_who_hangs_up_before_naming_a_model_reloads_none() -> None:
     async def scenario() -> None:
-        async with house("a", "b", admin_key=["root"]) as opened:
+        async with served_pool("a", "b", admin_key=["root"]) as opened:
             opened.roster.is_broken = True  # Were it reloaded, the answer would be a conflict.
             sent: list[Message] = []
 
@@ -210,7 +210,7 @@ def test_an_operator_who_hangs_up_before_naming_a_model_reloads_none() -> None:
                     (b"content-type", b"application/json"),
                 ],
             }  # fmt: skip
-            await admission_app(opened.gate)(scope, hung_up, send)
+            await admission_app(opened.admission)(scope, hung_up, send)
             assert sent[0]["status"] == 200
 
     run(scenario)
@@ -218,7 +218,7 @@ def test_an_operator_who_hangs_up_before_naming_a_model_reloads_none() -> None:
 
 def test_the_operator_s_load_does_not_wait_for_the_back_off() -> None:
     async def scenario() -> None:
-        async with house("a", admin_key=["root"]) as opened:
+        async with served_pool("a", admin_key=["root"]) as opened:
             opened.roster.faults["a"] = ModelError("It is damaged.")
             assert (await admin(opened, "load", model="a")).status_code == 503
             opened.roster.faults.clear()
@@ -230,7 +230,7 @@ def test_the_operator_s_load_does_not_wait_for_the_back_off() -> None:
 
 def test_caches_and_traces_are_of_the_model_that_is_named() -> None:
     async def scenario() -> None:
-        async with house("a", "b", admin_key=["root"], profile_dir="/traces") as opened:
+        async with served_pool("a", "b", admin_key=["root"], profile_dir="/traces") as opened:
             await opened.said("a")
             await opened.said("b")
             post = opened.client.post
@@ -246,7 +246,7 @@ def test_caches_and_traces_are_of_the_model_that_is_named() -> None:
 
 def test_one_model_that_cannot_forget_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with house("a", "b", "c", admin_key=["root"]) as opened:
+        async with served_pool("a", "b", "c", admin_key=["root"]) as opened:
             for name in ("a", "b", "c"):
                 await opened.said(name)
 
@@ -267,8 +267,8 @@ def test_one_model_that_cannot_forget_keeps_no_other_from_it(monkeypatch: pytest
 
 def test_grpc_names_models_and_obeys_the_operator_alone() -> None:
     async def scenario() -> None:
-        async with house("a", "b", api_key=["user"], admin_key=["root"], grpc_port=0) as opened:
-            server = await serve_rpc(opened.gate, opened.gate.config)
+        async with served_pool("a", "b", api_key=["user"], admin_key=["root"], grpc_port=0) as opened:
+            server = await serve_rpc(opened.admission, opened.admission.config)
             try:
                 async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
                     user, operator = Client(channel, "user"), Client(channel, "root")

@@ -1,4 +1,4 @@
-"""What one key may ask for: the same accounts at both doors, and nobody pays for another."""
+"""What one key may ask for: the same accounts over both protocols, and nobody pays for another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from tests.api import raw
 from tests.api.clock import Clock
-from tests.api.grpc.calls import Client, answer_to, ask, door, failed
+from tests.api.grpc.calls import Client, answer_to, ask, failed, served
 from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, real_server, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer, forever, next_turn
 from tests.api.test_disconnect import post_raw
@@ -239,12 +239,12 @@ def test_without_keys_all_clients_share_one_account() -> None:
 def limited_app(engine: ScriptedEngine, tokens: int, **settings: Any) -> tuple[FastAPI, Bucket]:
     """An application whose clients have so many tokens a minute, in which no time passes, and what is left of them."""
     config = load({"max_tokens_per_minute_per_key": tokens, **settings}, env={})
-    gate = Admission(config)
-    gate._accounts = Accounts(config.limits, Clock())
-    gate.open(engine)
-    bucket = gate._accounts.of("")._tokens
+    admission = Admission(config)
+    admission._accounts = Accounts(config.limits, Clock())
+    admission.open(engine)
+    bucket = admission._accounts.of("")._tokens
     assert bucket is not None
-    return admission_app(gate), bucket
+    return admission_app(admission), bucket
 
 
 def hang_up(url: str, engine: ScriptedEngine, path: str, body: dict[str, Any]) -> None:
@@ -348,10 +348,10 @@ def test_what_was_generated_before_a_hang_up_is_charged() -> None:
     async def scenario() -> None:
         config = load({"max_tokens_per_minute_per_key": 100, "grpc_port": 0}, env={})
         engine = ScriptedEngine([Output(text="z", token_ids=[1] * 200), forever])
-        gate = Admission(config)
-        gate.open(engine)
+        admission = Admission(config)
+        admission.open(engine)
 
-        server = await serve_rpc(gate, config)
+        server = await serve_rpc(admission, config)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             call = Client(channel).predict([ask()])
             assert (await call.read()).chunk == "z"
@@ -368,7 +368,7 @@ def test_what_was_generated_before_a_hang_up_is_charged() -> None:
 
 def test_grpc_has_the_same_limits() -> None:
     async def scenario() -> None:
-        async with door(ScriptedEngine(answer("x")), **KEYS, max_requests_per_minute_per_key=1) as opened:
+        async with served(ScriptedEngine(answer("x")), **KEYS, max_requests_per_minute_per_key=1) as opened:
             first, second = Client(opened.channel, "a"), Client(opened.channel, "b")
             await answer_to(first, ask())
             _, code, details = await failed(first.predict([ask()]))
@@ -379,21 +379,21 @@ def test_grpc_has_the_same_limits() -> None:
     asyncio.run(scenario())
 
 
-def test_the_doors_share_the_accounts() -> None:
+def test_http_and_grpc_share_the_accounts() -> None:
     """What is open at one counts at the other."""
 
     async def scenario() -> None:
         engine = ScriptedEngine([forever])
-        async with door(engine, max_concurrent_per_key=1) as opened:
+        async with served(engine, max_concurrent_per_key=1) as opened:
             running = opened.predict([ask()])
             await until(lambda: bool(engine.open))
 
-            transport = httpx.ASGITransport(admission_app(opened.gate))
+            transport = httpx.ASGITransport(admission_app(opened.admission))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 refused = await client.post(CHAT, json=HELLO)
                 assert refused.status_code == 429
                 running.cancel()
-                await until(lambda: not engine.open and not opened.gate.contexts())
+                await until(lambda: not engine.open and not opened.admission.contexts())
                 engine.script = answer("x")
                 assert (await client.post(CHAT, json=HELLO)).status_code == 200
 
@@ -420,11 +420,11 @@ def test_unfinished_bodies_have_a_budget(flags: dict[str, int], other_status: in
     """Three bodies of 2 MiB that never end: the third is refused when the budget of 4 MiB is used up. Another key is
     refused only where the budget is that of all, and comes in again when the bodies are gone."""
     config = load({**KEYS, "max_body_mb": 3, **flags}, env={})
-    gate = Admission(config)
+    admission = Admission(config)
     engine = ScriptedEngine(answer("x"))
-    gate.open(engine)
-    held = gate._accounts._all_bodies
-    with real_server(admission_app(gate), config) as url:
+    admission.open(engine)
+    held = admission._accounts._all_bodies
+    with real_server(admission_app(admission), config) as url:
 
         def others() -> int:
             return httpx.post(url + COMPLETIONS, json=PROMPT, headers={"x-api-key": "b"}, timeout=PATIENCE).status_code
@@ -446,12 +446,12 @@ def test_unfinished_bodies_have_a_budget(flags: dict[str, int], other_status: in
 
 
 def test_a_body_counts_until_it_was_parsed_and_not_while_it_is_answered() -> None:
-    gate = Admission(load(env={}))
+    admission = Admission(load(env={}))
     engine = ScriptedEngine([forever])
-    gate.open(engine)
-    with real_server(admission_app(gate)) as url, post_raw(url, COMPLETIONS, PROMPT | {"prompt": "x" * 900}):
+    admission.open(engine)
+    with real_server(admission_app(admission)) as url, post_raw(url, COMPLETIONS, PROMPT | {"prompt": "x" * 900}):
         wait_until(lambda: bool(engine.open))
-        assert gate._accounts._all_bodies.num_bytes == 0
+        assert admission._accounts._all_bodies.num_bytes == 0
 
 
 def test_the_largest_body_comes_in_alone_whatever_the_budget() -> None:

@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from tests.api.grpc.calls import Client, answer_to, ask, door, failed
+from tests.api.grpc.calls import Client, answer_to, ask, failed, served
 from tests.api.grpc.test_images import call as image_call
 from tests.api.http import COMPLETIONS, PROMPT, error_of, request
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer
@@ -126,7 +126,7 @@ def test_a_priority_outside_of_the_keys_range_is_refused(tmp_path: Path) -> None
     assert [one.priority for one in engine.submitted] == [1, 5, -7]
 
     async def go() -> None:
-        async with door(engine, api_key_file=str(keys)) as opened:
+        async with served(engine, api_key_file=str(keys)) as opened:
             _, code, details = await failed(Client(opened.channel, "a").predict([ask(priority=-1)]))
             assert code is grpc.StatusCode.INVALID_ARGUMENT and "1..9" in details
 
@@ -136,7 +136,7 @@ def test_a_priority_outside_of_the_keys_range_is_refused(tmp_path: Path) -> None
 def test_grpc_has_a_salt() -> None:
     async def go() -> None:
         engine = ScriptedEngine(answer("x"), images=PAINTER)
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             await answer_to(opened, ask(cache_salt="s"))
             async for _ in image_call(opened, cache_salt="t"):
                 pass

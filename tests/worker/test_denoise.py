@@ -261,7 +261,7 @@ def test_memory_is_counted(driven: Driven) -> None:
     assert denoiser.num_bytes == model + slots * (latents + 2 * of_images.embeds_bytes)
 
 
-def test_there_are_as_many_canvases_as_their_memory_holds(
+def test_there_are_as_many_latent_slots_as_their_memory_holds(
     tiny_directory: Callable[[str], Path], tmp_path: Path
 ) -> None:
     files, folder = resolve(str(tiny_directory("smollm2"))), save_image_model(tmp_path / "dit", WIDTH)

@@ -33,7 +33,7 @@ class EventLog:
         self._task: asyncio.Task[None] | None = None
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work whose events these are, while nobody waits for it."""
+        """Do the work whose events these are, while no client waits for it."""
         self._task = asyncio.create_task(work)
         self.running.add(self._task)
         self._task.add_done_callback(self.running.discard)
@@ -46,7 +46,7 @@ class EventLog:
             await asyncio.wait({self._task})
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Nothing is sent."""
+        """Send nothing."""
 
     def write(self, body: bytes) -> None:
         """Take one event or several."""

@@ -1,4 +1,4 @@
-"""How a parsed body becomes requests to the engine: prompts as the engine takes them, and sampling parameters."""
+"""A parsed body becomes requests to the engine here: prompts as the engine takes them, and sampling parameters."""
 
 from __future__ import annotations
 

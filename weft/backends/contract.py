@@ -147,7 +147,7 @@ class ChatPrompt(Struct, frozen=True):
 
 
 class ChatStyles(Struct, frozen=True):
-    """How a model reads a conversation, and writes tool calls and reasoning; None: not at all, as far as is known."""
+    """A model's chat template, and its styles of tool calls and reasoning; None: it has none, as far as is known."""
 
     tools: ToolStyle | None = None
     reasoning: ReasoningStyle | None = None

@@ -69,7 +69,8 @@ def _own_cache(config: Config, plan: Plan | None) -> Iterator[Config]:
 
 
 def _free_share(config: Config, plan: Plan | None) -> Iterator[Config]:
-    """Where the plan itself finds the share too small, or more than there is: all that is free now."""
+    """Yield a configuration that takes all memory that is free now, where the plan itself finds the share too small or
+    more than there is."""
     if plan is None or plan.problem is None or plan.place == "cpu" or not plan.free_share:
         return
     if plan.free_share != config.cache.gpu_memory_utilization:
@@ -77,8 +78,8 @@ def _free_share(config: Config, plan: Plan | None) -> Iterator[Config]:
 
 
 def _smaller_share(config: Config, plan: Plan | None) -> Iterator[Config]:
-    """Where it was the engine that ran out of memory: less than it was given, but what still holds the weights and the
-    least context."""
+    """Yield configurations with less memory, but enough for the weights and the least context, where it was the engine
+    that ran out of it."""
     if plan is None or plan.problem is not None or plan.place == "cpu" or not plan.free_share:
         return
     total, given = plan.memory.total, safe_share(config.cache)

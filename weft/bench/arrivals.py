@@ -1,5 +1,5 @@
-"""When the requests of a load are sent: each as soon as one before it is answered (a closed loop), or at times of their
-own, whatever the server does (an open loop)."""
+"""The times at which the requests of a load are sent: each as soon as one before it is answered (a closed loop), or at
+times of their own, whatever the server does (an open loop)."""
 
 from __future__ import annotations
 

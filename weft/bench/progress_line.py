@@ -1,4 +1,4 @@
-"""How far a benchmark is: a bar in a terminal, and where its output is piped a line every few seconds."""
+"""The progress of a benchmark: a bar in a terminal, and where its output is piped a line every few seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(total: int, first: str) -> Iterator[Advance]:
-    """Show how much of a total is done (0: nobody knows it); `first`: what is done before anything counts."""
+    """Show how much of a total is done (0: it is not known); `first`: what is done before anything counts."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines(total)

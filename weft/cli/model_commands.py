@@ -209,7 +209,7 @@ class ContextMemory(Struct, frozen=True, kw_only=True):
 
 
 class ShownModel(Struct, frozen=True, kw_only=True):
-    """What `weft show` tells of a model."""
+    """The facts that `weft show` tells of a model."""
 
     name: str
     kind: str

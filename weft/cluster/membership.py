@@ -30,7 +30,7 @@ class ReplicaAddress(Struct, frozen=True):
 
 
 class ReplicaTable(Struct, frozen=True):
-    """All replicas at one moment. A later table has a higher version."""
+    """The table of all replicas at one moment. A later one has a higher version."""
 
     version: int
     replicas: tuple[ReplicaAddress, ...]

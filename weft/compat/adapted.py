@@ -179,7 +179,7 @@ class AdaptedEngine:
         )
 
     def check_capacity(self, tenant: str) -> None:
-        """Nothing is refused here: the queue is the other side's."""
+        """Refuse nothing: the queue is the other side's."""
 
     async def submit(self, request: GenerationRequest) -> Stream:
         check_abilities(self, request)

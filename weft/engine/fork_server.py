@@ -233,7 +233,7 @@ class _DeferredLoader(Loader):
         return _DeferredModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute nothing yet. Whoever reloads the module, or looks for its source, gets the real loader."""
+        """Execute nothing yet. Code that reloads the module, or looks for its source, gets the real loader."""
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self.loader
 

@@ -19,7 +19,7 @@ what ends them may be a guard that kills by its own rules whatever takes too muc
 
 
 class Place(enum.Enum):
-    """Where an open request is, as far as the api process knows."""
+    """The place of an open request, as far as the api process knows it."""
 
     HELD = "not sent to the engine yet"
     QUEUED = "sent to the engine"
@@ -28,7 +28,7 @@ class Place(enum.Enum):
 
 
 class Queued(Struct):
-    """How many requests wait, and how many tokens their prompts have."""
+    """The number of requests that wait, and of the tokens of their prompts."""
 
     requests: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""Messages from one process to several through shared memory: each is written once, whoever reads it.
+"""Messages from one process to several through shared memory: each is written once for all readers.
 
 The memory is a ring of slots behind a counter. A reader sleeps in the kernel (a futex) until the counter has passed
 what it has read, and counts what it has read in a cell of its own, which the writer waits for before it uses a slot

@@ -17,7 +17,7 @@ from weft.model.rope import RopeScaling
 
 
 class Architecture(Struct, frozen=True):
-    """What holds for every model of an architecture, whatever its configuration says."""
+    """The facts that hold for every model of an architecture, whatever its configuration says."""
 
     qkv_bias: bool = False
     qk_norm: bool = False

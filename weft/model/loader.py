@@ -92,7 +92,7 @@ class Source(Protocol):
 
     @property
     def int4(self) -> Int4Format | None:
-        """How linear weights of four bits are packed; None where there are none."""
+        """The packing of linear weights of four bits; None where there are none."""
 
     def number_type(self, name: str) -> str:
         """Return the type of a tensor as safetensors files call it; empty for one of blocks, or where there is none."""

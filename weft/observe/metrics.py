@@ -31,7 +31,7 @@ class Histogram:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many values were in each bucket; in the last one, those above all bounds."""
+        """The number of values in each bucket; in the last one, of those above all bounds."""
         return tuple(self._counts)
 
     def quantile(self, share: float, counts: Sequence[int]) -> float:

@@ -118,8 +118,8 @@ def stages_of(request: Request, limits: Limits) -> list[Stage]:
 
 
 class ScarceResource(enum.Enum):
-    """What only some requests need, and a step may have none left of. Requests that need it queue apart, so that those
-    that do not can pass them."""
+    """A resource that only some requests need, and that a step may have none left of. Requests that need it queue
+    apart, so that those that do not can pass them."""
 
     PROMPT_LOGPROBS = "budget for the log probabilities of prompt tokens"
     LATENT_SLOT = "a latent slot"
@@ -168,7 +168,7 @@ class Cursor(ABC):
 
     @property
     def scarce_resource(self) -> ScarceResource | None:
-        """What the request may have to wait for longer than others; it does not change while the request waits."""
+        """The resource that the request may have to wait for longer than others; it stays the same while it waits."""
         return None
 
     def can_begin(self, prompt_logprobs_budget: int, memory: ImageMemory) -> bool:
@@ -377,7 +377,7 @@ class TokenCursor(RowCursor):
 
     @property
     def todo(self) -> int:
-        """All known tokens but those computed; the last token of a full answer is never computed."""
+        """The number of known tokens that are not computed; the last token of a full answer is never computed."""
         return 0 if self.known >= self.limit else self.known - self.computed
 
     @property
@@ -658,13 +658,13 @@ def first_cursor(request: Request, limits: Limits, arrival: int, arrived_at: flo
             return PoolCursor(request, pooling, limits.block_size, arrival, arrived_at)
         case DenoiseStage(image=image, cost=cost):
             return DenoiseCursor(request, image, cost, arrival, arrived_at)
-    wish = request.params.speculative
+    speculative = request.params.speculative
     return TokenCursor(
         request,
         limits.max_model_len,
         limits.block_size,
         arrival,
         arrived_at,
-        speculates=limits.speculates or bool(request.params.prediction) if wish is None else wish,
+        speculates=limits.speculates or bool(request.params.prediction) if speculative is None else speculative,
         has_draft_model=limits.has_draft_model,
     )

@@ -34,8 +34,8 @@ PATIENCE = 3
 
 
 class Images:
-    """All requests for images. Those that wait for admission, or encode one of their prompts, are in the waiting queue
-    or in rows like any other request; the rest are here."""
+    """The requests for images that denoise or wait to. Those that wait for admission, or encode one of their prompts,
+    are in the waiting queue or in rows like any other request."""
 
     def __init__(self, limits: Limits, throttle: Throttle, tenants: Tenants) -> None:
         self._limits = limits.image

@@ -45,7 +45,7 @@ async def no_hang_up() -> Message:
 
 
 class RequestContext(Struct, eq=False, kw_only=True):
-    """What one request has while it is in. It has a model only when that was chosen."""
+    """The context of one admitted request. It has a model only when that was chosen."""
 
     config: Config
     pool: ModelPool
@@ -163,7 +163,7 @@ class RequestContext(Struct, eq=False, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens were generated so far."""
+        """The number of tokens generated so far."""
         return sum(timer.num_tokens for timer in self.timers.values())
 
     def timeline(self) -> Timeline | None:

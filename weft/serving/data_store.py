@@ -63,7 +63,7 @@ class QuotaExceeded(InvalidRequest):
 
 
 class Status(StrEnum):
-    """What a batch is doing, in OpenAI's words."""
+    """The status of a batch, in OpenAI's words."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -80,7 +80,7 @@ class Status(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a line of a batch ended."""
+    """The end of a line of a batch."""
 
     SUCCEEDED = "succeeded"
     ERRORED = "errored"
@@ -100,7 +100,7 @@ class FileRecord(Struct, frozen=True, kw_only=True):
 
 
 class LineProblem(Struct, frozen=True, kw_only=True):
-    """Why a batch was refused as a whole."""
+    """The reason why a batch was refused as a whole."""
 
     code: str
     message: str

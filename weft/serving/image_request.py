@@ -50,7 +50,7 @@ _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 
 
 class ImageOptions(Struct, frozen=True, kw_only=True):
-    """What a client says of the images that it asks for; None: as the model has it."""
+    """The fields in which a client describes the images that it asks for; None: as the model has it."""
 
     prompt: str = ""
     prompt_embeds: PromptEmbeds | None = None

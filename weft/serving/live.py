@@ -1,6 +1,6 @@
 """The live view: the state of the engines and of recent requests, as a stream for those who watch.
 
-One snapshot a tick is made for all watchers, and none while nobody watches: a request that ends leaves its timeline,
+One snapshot a tick is made for all watchers, and none without watchers: a request that ends leaves its timeline,
 and that is all. Snapshots are made of counters that the api process has anyway; only the states of the cache's blocks
 are read from an engine, between its steps and a few thousand at a time.
 """
@@ -58,7 +58,7 @@ class SpentBudget(Struct, frozen=True, kw_only=True):
 
 
 class Throughput(Struct, frozen=True, kw_only=True):
-    """What was done in one tick, by the second."""
+    """The work of one tick, by the second."""
 
     prompt_tokens_per_s: float
     """Tokens of prompts that were computed; of an engine that tells no steps, tokens of prompts that were taken."""
@@ -246,7 +246,7 @@ def _digit(count: int, size: int) -> str:
 
 
 class ModelWatch:
-    """What one loaded model's snapshots are made of: its counters as they were at the last tick."""
+    """A loaded model's counters as they were at the last tick: its snapshots are made of them."""
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
@@ -325,7 +325,7 @@ def _not_loaded(slot: ModelSlot) -> LiveModel:
 
 
 class LiveView:
-    """Makes a snapshot a tick while somebody watches, and hands each to every watcher."""
+    """Makes a snapshot a tick while there are watchers, and hands it to every one of them."""
 
     def __init__(self, pool: ModelPool, open_timelines: Callable[[], list[Timeline]], ended: EndedRequests) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""How a chat's answer is read: its reasoning, its content and its tool calls, each in its place."""
+"""The answer of a chat is read here: its reasoning, its content and its tool calls, each in its place."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class OutputReader:
 
 
 class CollectedOutput:
-    """All outputs of one request, gathered for an answer in one piece."""
+    """Gathers all outputs of one request for an answer in one piece."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []

@@ -1,4 +1,4 @@
-"""What one tenant may ask for in a minute, and at the same time: the same accounts for every endpoint."""
+"""The limits of what one tenant may ask for in a minute and at the same time: every endpoint has the same accounts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BodiesOfAll(Unavailable):
 
 
 class RateLimitState(Struct, frozen=True):
-    """What a tenant has left of one limit."""
+    """The rest that a tenant has of one limit."""
 
     unit: str
     """requests or tokens"""
@@ -62,7 +62,7 @@ class Bucket:
 
     @property
     def remaining(self) -> int:
-        """How much may be spent, as of the same time."""
+        """The amount that may be spent, as of the same time."""
         return max(0, math.floor(self.level + ROUNDING))
 
     def state(self, unit: str, now: float) -> RateLimitState:

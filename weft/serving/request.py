@@ -21,7 +21,7 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
 class FieldReport(Struct, eq=False):
-    """What becomes of the fields of one request that are not honoured."""
+    """Reports the fields of one request that are not honoured."""
 
     mode: FieldMode = "standard"
     without_effect: dict[str, bool] = {}

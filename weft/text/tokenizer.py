@@ -26,7 +26,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 class Spelling(Struct, frozen=True, kw_only=True):
-    """How a vocabulary writes bytes: by an alphabet of its own, or as text with marks for spaces and lone bytes."""
+    """The way a vocabulary writes bytes: by an alphabet of its own, or as text with marks for spaces and lone bytes."""
 
     byte_level: bool = False
     byte_fallback: bool = False

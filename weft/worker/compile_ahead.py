@@ -52,7 +52,7 @@ NUMBER = struct.Struct("i")
 
 
 class FutureSteps(NamedTuple):
-    """What decides which kernels the steps of a model will launch."""
+    """The facts that decide which kernels the steps of a model will launch."""
 
     geometry: DenseConfig
     dtype: torch.dtype

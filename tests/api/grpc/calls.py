@@ -1,4 +1,4 @@
-"""A door over an engine, and a client in front of it."""
+"""A gRPC server over an engine, and a client of it."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ class Client:
         return await method(WorkerHealthRequest(), metadata=self._metadata)
 
 
-class Door(Client):
-    def __init__(self, channel: grpc.aio.Channel, gate: Admission, server: RpcServer) -> None:
+class ServedClient(Client):
+    def __init__(self, channel: grpc.aio.Channel, admission: Admission, server: RpcServer) -> None:
         super().__init__(channel)
-        self.gate = gate
+        self.admission = admission
         self.server = server
 
 
 @contextlib.asynccontextmanager
-async def door(engine: Engine | None = None, *, opened: bool = True, **settings: Any) -> AsyncIterator[Door]:
+async def served(engine: Engine | None = None, *, opened: bool = True, **settings: Any) -> AsyncIterator[ServedClient]:
     config = load({"grpc_port": 0, **settings}, env={})
-    gate = Admission(config)
+    admission = Admission(config)
     if opened:
-        gate.open(engine or ScriptedEngine())
-    server = await serve_rpc(gate, config)
+        admission.open(engine or ScriptedEngine())
+    server = await serve_rpc(admission, config)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield Door(channel, gate, server)
+            yield ServedClient(channel, admission, server)
     finally:
         await server.stop(0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.api.grpc.calls import Client, door, failed, refused
+from tests.api.grpc.calls import Client, failed, refused, served
 from tests.api.openai.pixels import pixels_of
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, forever, picture
 from tests.waiting import until
@@ -43,7 +43,7 @@ def call(client: Client, **fields: Any) -> Any:
 
 def draw(engine: ScriptedEngine, **fields: Any) -> list[GenerateImageUpdate]:
     async def scenario() -> list[GenerateImageUpdate]:
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             return [update async for update in call(opened, **fields)]
 
     return asyncio.run(scenario())
@@ -51,7 +51,7 @@ def draw(engine: ScriptedEngine, **fields: Any) -> list[GenerateImageUpdate]:
 
 def refusal(engine: ScriptedEngine, settings: dict[str, Any] | None = None, **fields: Any) -> tuple[Any, str]:
     async def scenario() -> tuple[Any, str]:
-        async with door(engine, **settings or {}) as opened:
+        async with served(engine, **settings or {}) as opened:
             return await refused(call(opened, **fields))
 
     return asyncio.run(scenario())
@@ -167,7 +167,7 @@ def test_tensors_are_checked_where_they_are_allowed(fields: dict[str, Any], said
 def test_an_image_is_drawn_from_tensors() -> None:
     async def scenario() -> None:
         engine = painter()
-        async with door(engine, allow_prompt_embeds=True) as opened:
+        async with served(engine, allow_prompt_embeds=True) as opened:
             information = {NEGATIVE: InformationEntry(tensor=GOOD)}
             asked = call(opened, prompt="", prompt_embeds=GOOD, additional_information=information)
             assert [update.step async for update in asked][-1] == 6
@@ -213,7 +213,7 @@ def test_a_defect_tells_no_secrets() -> None:
 
 def test_what_is_no_message_is_the_clients_mistake() -> None:
     async def scenario() -> None:
-        async with door(painter()) as opened:
+        async with served(painter()) as opened:
             code, details = await refused(opened.channel.unary_stream(GENERATE_IMAGE)(b"\xff\xff\xff"))
             assert (code, details) == (Code.INVALID_ARGUMENT, "What was sent is not a GenerateImageRequest.")
 
@@ -223,7 +223,7 @@ def test_what_is_no_message_is_the_clients_mistake() -> None:
 def test_cancelling_aborts_and_is_counted() -> None:
     async def scenario() -> None:
         engine = painter([Output(denoise_step=1), forever])
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             asked = call(opened)
             assert (await asked.read()).step == 1
             assert len(engine.open) == 1
@@ -238,12 +238,12 @@ def test_cancelling_aborts_and_is_counted() -> None:
 def test_draining_and_ending_images() -> None:
     async def scenario() -> None:
         engine = painter([Output(denoise_step=1), forever])
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             asked = call(opened)
             await asked.read()
-            opened.gate.drain()
+            opened.admission.drain()
             assert (await refused(call(opened)))[0] is Code.UNAVAILABLE
-            opened.gate.abort()
+            opened.admission.abort()
             _, code, details = await failed(asked)
             assert code is Code.UNAVAILABLE and "shutting down" in details
             assert not engine.open
@@ -254,7 +254,7 @@ def test_draining_and_ending_images() -> None:
 def test_images_and_predictions_share_one_limit() -> None:
     async def scenario() -> None:
         engine = painter([Output(denoise_step=1), forever])
-        async with door(engine, grpc_max_streams=1) as opened:
+        async with served(engine, grpc_max_streams=1) as opened:
             asked = call(opened)
             await asked.read()
             for other in (call(opened), opened.predict([])):
@@ -270,9 +270,9 @@ def test_images_and_predictions_share_one_limit() -> None:
 
 def test_both_models_are_listed() -> None:
     async def scenario() -> None:
-        async with door(painter()) as opened:
+        async with served(painter()) as opened:
             assert (await opened.control("list_models")).payload["models"] == "scripted,painter"
-        async with door(ScriptedEngine()) as opened:
+        async with served(ScriptedEngine()) as opened:
             assert (await opened.control("list_models")).payload["models"] == "scripted"
 
     asyncio.run(scenario())

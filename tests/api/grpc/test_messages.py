@@ -13,7 +13,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import FieldDescriptor
 
 import weft
-from tests.api.grpc.calls import STREAM_PREDICT, door
+from tests.api.grpc.calls import STREAM_PREDICT, served
 from tests.api.scripted_engine import ScriptedEngine
 from tests.e2e.oversized import varint
 from weft.api.grpc import ai_service_pb2
@@ -142,7 +142,7 @@ def test_a_client_with_an_old_stub_is_answered() -> None:
 
     async def scenario() -> None:
         engine = ScriptedEngine()
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             call = opened.channel.stream_stream(STREAM_PREDICT, request.SerializeToString, response.FromString)([asked])
             answers = [answer async for answer in call]
         assert "".join(answer.chunk for answer in answers) == "Hello, world"

@@ -1,4 +1,4 @@
-"""The door over the real engine, and a model that is quick."""
+"""The gRPC server over the real engine and a model that is quick."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, refused, text_of
+from tests.api.grpc.calls import Client, answer_to, ask, check_whole, refused, served, text_of
 from tests.waiting import until
 from weft.api.grpc.prediction import ChunkBuffer
 from weft.backends.failover import start_engine
@@ -76,7 +76,7 @@ def test_tc_004_the_text_is_the_engines_own_and_comes_in_fewer_messages(
     async def scenario(engine: NativeEngine) -> None:
         for size in (1, 8):
             # Long enough for eight chunks on any machine: what is counted must not depend on its speed.
-            async with door(engine, grpc_buffer_size=size, grpc_flush_interval_ms=3_600_000) as opened:
+            async with served(engine, grpc_buffer_size=size, grpc_flush_interval_ms=3_600_000) as opened:
                 for prompt, (text, tokens) in own.items():
                     chunks.clear()
                     began = time.perf_counter()
@@ -97,7 +97,7 @@ def test_tc_004_the_text_is_the_engines_own_and_comes_in_fewer_messages(
 
 def test_predictions_side_by_side_say_what_each_says_alone(run: Run, own: Answers) -> None:
     async def scenario(engine: NativeEngine) -> None:
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             requests = [ask(prompt, f"{i}", generation=GREEDY) for i, prompt in enumerate(PROMPTS * 4)]
             responses = [response async for response in opened.predict(requests)]
         for i, prompt in enumerate(PROMPTS * 4):
@@ -110,7 +110,7 @@ def test_predictions_side_by_side_say_what_each_says_alone(run: Run, own: Answer
 
 def test_a_cancelled_prediction_leaves_nothing_in_the_engine(run: Run) -> None:
     async def scenario(engine: NativeEngine) -> None:
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             # Greedy: what is drawn at random may end before the others have begun.
             endless = {"temperature": 0, "max_new_tokens": 900}
             call = opened.predict([ask(COUNTING, str(i), generation=endless) for i in range(4)])
@@ -126,7 +126,7 @@ def test_a_cancelled_prediction_leaves_nothing_in_the_engine(run: Run) -> None:
 
 def test_a_prompt_beyond_the_context_is_refused(run: Run) -> None:
     async def scenario(engine: NativeEngine) -> None:
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             code, details = await refused(opened.predict([ask("word " * 400)]))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert "1024" in details
@@ -138,7 +138,7 @@ def test_a_stream_survives_the_death_of_the_engine(run: Run, monkeypatch: pytest
     long = GREEDY | {"max_new_tokens": 400}
 
     async def scenario(engine: NativeEngine) -> None:
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             undisturbed = text_of(await answer_to(opened, ask(COUNTING, generation=long)))
             call = opened.predict([ask(COUNTING, generation=long)])
             responses = [await call.read()]
@@ -172,15 +172,15 @@ def test_unloading_the_only_model_ends_its_process(tiny_model: Path) -> None:
         async def start() -> Any:
             return await start_engine(config)
 
-        async with door(opened=False, admin_key=["root"]) as opened:
+        async with served(opened=False, admin_key=["root"]) as opened:
             engine = await start()
-            opened.gate.open(engine, start)
+            opened.admission.open(engine, start)
             pid = engine.client.engine_pid
             before = await answer_to(opened, ask(generation={"temperature": 0, "max_new_tokens": 4}))
             await Client(opened.channel, "root").control("unload_model")
             assert not Path(f"/proc/{pid}").exists()
             after = await answer_to(opened, ask(generation={"temperature": 0, "max_new_tokens": 4}))
             assert text_of(after) == text_of(before)
-            await opened.gate.close()
+            await opened.admission.close()
 
     asyncio.run(scenario())

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from tests.api.clock import Clock
-from tests.api.grpc.calls import answer_to, ask, check_whole, door, failed, refused, text_of
+from tests.api.grpc.calls import answer_to, ask, check_whole, failed, refused, served, text_of
 from tests.api.scripted_engine import Condition, ScriptedEngine, Step, answer, forever
 from weft import logs
 from weft.errors import ContextTooLong, EngineFault, Overloaded, Unavailable, WeftError
@@ -22,10 +22,10 @@ Code = grpc.StatusCode
 
 
 def predict(engine: ScriptedEngine, request: Any, **settings: Any) -> Any:
-    """All responses to one request, through a door of its own."""
+    """All responses to one request, from a server of its own."""
 
     async def scenario() -> Any:
-        async with door(engine, **settings) as opened:
+        async with served(engine, **settings) as opened:
             return await answer_to(opened, request)
 
     return asyncio.run(scenario())
@@ -33,7 +33,7 @@ def predict(engine: ScriptedEngine, request: Any, **settings: Any) -> Any:
 
 def refusal(engine: ScriptedEngine, request: Any, **settings: Any) -> tuple[grpc.StatusCode, str]:
     async def scenario() -> tuple[grpc.StatusCode, str]:
-        async with door(engine, **settings) as opened:
+        async with served(engine, **settings) as opened:
             return await refused(opened.predict([request]))
 
     return asyncio.run(scenario())
@@ -70,7 +70,7 @@ def test_a_long_prompt_reaches_the_engine_whole() -> None:
     assert bytes(engine.submitted[0].prompt).decode() == "ä" * 5000
 
 
-def test_without_parameters_the_doors_own_defaults_hold() -> None:
+def test_without_parameters_the_servers_own_defaults_hold() -> None:
     assert params_told() == SamplingParams()
     engine = ScriptedEngine()
     predict(engine, ask())
@@ -173,7 +173,7 @@ def test_an_answer_that_fails_sends_its_text_then_its_status(finish: FinishReaso
 
     async def scenario() -> None:
         engine = ScriptedEngine([*script, Output(finish=finish, error="So it is.")])
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             received, told, details = await failed(opened.predict([ask()]))
             assert told is code
             assert "So it is." in details
@@ -227,7 +227,7 @@ def test_the_times_are_true_and_counted_in_tokens(monkeypatch: pytest.MonkeyPatc
 
 def test_a_stream_without_a_request_is_refused() -> None:
     async def scenario() -> None:
-        async with door() as opened:
+        async with served() as opened:
             assert (await refused(opened.predict([])))[0] is Code.INVALID_ARGUMENT
 
     asyncio.run(scenario())
@@ -235,7 +235,7 @@ def test_a_stream_without_a_request_is_refused() -> None:
 
 def test_what_is_no_message_is_the_clients_mistake() -> None:
     async def scenario() -> None:
-        async with door() as opened:
+        async with served() as opened:
             raw = opened.channel.stream_stream("/cy.llm.AiInference/StreamPredict")
             for broken in (b"\xff\xff\xff", b"\x12\x02\xff\xfe"):
                 code, details = await refused(raw([broken]))
@@ -245,12 +245,12 @@ def test_what_is_no_message_is_the_clients_mistake() -> None:
     asyncio.run(scenario())
 
 
-def test_a_door_over_a_model_that_is_not_there_yet_says_so() -> None:
+def test_a_server_whose_model_is_not_there_yet_says_so() -> None:
     async def scenario() -> None:
-        async with door(opened=False) as opened:
+        async with served(opened=False) as opened:
             code, details = await refused(opened.predict([ask()]))
             assert code is Code.UNAVAILABLE and "being loaded" in details
-            opened.gate.open(ScriptedEngine())
+            opened.admission.open(ScriptedEngine())
             check_whole(await answer_to(opened, ask()))
 
     asyncio.run(scenario())
@@ -281,7 +281,7 @@ def test_every_prediction_is_a_line_of_the_log_and_no_trace_id_adds_one() -> Non
 def test_predictions_are_counted_by_how_they_ended() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             await answer_to(opened, ask())
             engine.script = answer("x", finish=FinishReason.LENGTH)
             await answer_to(opened, ask())

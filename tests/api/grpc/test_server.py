@@ -1,4 +1,4 @@
-"""The door itself: where it is, who may come in, what probes see, how it closes."""
+"""The gRPC server itself: where it listens, who may call it, what probes see, how it closes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2 import DESCRIPTOR as REFLECTION_DESCRIPTOR
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
-from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, failed, refused
+from tests.api.grpc.calls import Client, answer_to, ask, check_whole, failed, refused, served
 from tests.api.scripted_engine import ScriptedEngine, answer, forever, next_turn
 from tests.waiting import PATIENCE, until
 from weft.api.grpc import grpc_server, status
@@ -72,7 +72,7 @@ def call_raw(channel: grpc.aio.Channel, method: str, client_streams: bool, serve
 
 def test_without_a_key_every_method_is_closed_but_the_probe() -> None:
     async def scenario() -> None:
-        async with door(**KEYS) as opened:
+        async with served(**KEYS) as opened:
             closed = set()
             for method in all_methods():
                 path = f"/{method.containing_service.full_name}/{method.name}"
@@ -110,7 +110,7 @@ def test_without_a_key_every_method_is_closed_but_the_probe() -> None:
 def test_a_key_lets_in(metadata: list[tuple[str, Any]], lets_in: bool) -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
-        async with door(engine, **KEYS) as opened:
+        async with served(engine, **KEYS) as opened:
             call = opened.channel.stream_stream("/cy.llm.AiInference/StreamPredict")(
                 [ask().SerializeToString()], metadata=metadata
             )
@@ -129,7 +129,7 @@ def test_a_refusal_does_not_wait_for_a_message(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(status, "HEARING_S", 0.1)
 
     async def scenario() -> None:
-        async with door(**KEYS) as opened:
+        async with served(**KEYS) as opened:
             assert (await asyncio.wait_for(refused(opened.predict()), PATIENCE))[0] is Code.UNAUTHENTICATED
 
     asyncio.run(scenario())
@@ -172,7 +172,7 @@ def test_a_second_server_has_another_port_unless_one_was_asked_for(
         monkeypatch.setattr("weft.api.grpc.grpc_server.USUAL_PORT", usual)
 
         async def scenario() -> None:
-            async with door(grpc_port=-1) as opened:
+            async with served(grpc_port=-1) as opened:
                 assert opened.server.port != usual
                 check_whole(await answer_to(opened, ask()))
 
@@ -182,13 +182,13 @@ def test_a_second_server_has_another_port_unless_one_was_asked_for(
 
 
 async def port_of(**settings: Any) -> int:
-    async with door(**settings) as opened:
+    async with served(**settings) as opened:
         return opened.server.port
 
 
 def test_two_servers_do_not_share_a_port() -> None:
     async def scenario() -> None:
-        async with door() as opened:
+        async with served() as opened:
             with pytest.raises(ConfigError):
                 await open_and_close(grpc_port=opened.server.port)
 
@@ -197,7 +197,7 @@ def test_two_servers_do_not_share_a_port() -> None:
 
 def test_it_listens_on_this_machine_only() -> None:
     async def scenario() -> None:
-        async with door() as opened:
+        async with served() as opened:
             tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
             sockets = [line.split() for table in tables for line in table.splitlines()]
             places = [place for _, place, _, state, *_ in sockets if state == "0A"]
@@ -212,7 +212,7 @@ def test_a_unix_socket_is_for_its_owner_alone_and_goes_with_the_server(tmp_path:
     path = tmp_path / "weft.sock"
 
     async def scenario() -> None:
-        async with door(grpc_socket=str(path)) as opened:
+        async with served(grpc_socket=str(path)) as opened:
             assert stat.filemode(path.stat().st_mode) == "srw-------"
             async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
                 check_whole(await answer_to(Client(channel), ask()))
@@ -229,7 +229,7 @@ def test_a_unix_socket_is_for_its_owner_alone_and_goes_with_the_server(tmp_path:
 def test_a_unix_socket_wants_the_key_too(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with (
-            door(grpc_socket=str(tmp_path / "s"), **KEYS),
+            served(grpc_socket=str(tmp_path / "s"), **KEYS),
             grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}") as channel,
         ):
             assert (await refused(Client(channel).predict([ask()])))[0] is Code.UNAUTHENTICATED
@@ -302,7 +302,7 @@ def tls_channel(folder: Path, port: int, *, own: str = "", authority: str = "ca"
 
 def test_tls(tls: Path) -> None:
     async def scenario() -> None:
-        async with door(**tls_settings(tls)) as opened:
+        async with served(**tls_settings(tls)) as opened:
             async with tls_channel(tls, opened.server.port) as channel:
                 check_whole(await answer_to(Client(channel), ask()))
             async with tls_channel(tls, opened.server.port, authority="stranger") as channel:
@@ -315,7 +315,7 @@ def test_tls(tls: Path) -> None:
 
 def test_tls_with_client_certificates(tls: Path) -> None:
     async def scenario() -> None:
-        async with door(**tls_settings(tls, client_ca=True)) as opened:
+        async with served(**tls_settings(tls, client_ca=True)) as opened:
             async with tls_channel(tls, opened.server.port, own="client") as channel:
                 check_whole(await answer_to(Client(channel), ask()))
             for own in ("", "stranger"):
@@ -337,10 +337,10 @@ def test_tls_that_is_half_told_is_refused(tls: Path) -> None:
 # Limits.
 
 
-def test_a_message_that_is_too_large_is_refused_and_the_door_stays_open() -> None:
+def test_a_message_that_is_too_large_is_refused_and_the_server_goes_on() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
-        async with door(engine, grpc_max_message_mb=1) as opened:
+        async with served(engine, grpc_max_message_mb=1) as opened:
             assert (await refused(opened.predict([ask("x" * (1 << 20))])))[0] is Code.RESOURCE_EXHAUSTED
             assert not engine.submitted
             check_whole(await answer_to(opened, ask("x" * 1000_000)))
@@ -350,7 +350,7 @@ def test_a_message_that_is_too_large_is_refused_and_the_door_stays_open() -> Non
 
 def test_a_message_of_a_hundred_megabytes_comes_in_where_the_flag_says_so() -> None:
     async def scenario() -> None:
-        async with door(grpc_max_message_mb=100) as opened:
+        async with served(grpc_max_message_mb=100) as opened:
             assert (await opened.control("ping", payload={"x": "y" * 100_000_000})).payload["message"] == "pong"
 
     asyncio.run(scenario())
@@ -358,7 +358,7 @@ def test_a_message_of_a_hundred_megabytes_comes_in_where_the_flag_says_so() -> N
 
 def test_a_stream_too_many_is_refused_and_probes_are_not() -> None:
     async def scenario() -> None:
-        async with door(grpc_max_streams=2) as opened:
+        async with served(grpc_max_streams=2) as opened:
             calls = [opened.predict() for _ in range(2)]
             for call in calls:
                 await call.write(ask())
@@ -376,7 +376,7 @@ def test_a_stream_too_many_is_refused_and_probes_are_not() -> None:
 
 def test_a_hundred_connections_at_once() -> None:
     async def scenario() -> None:
-        async with door(ScriptedEngine([next_turn, *answer("Hel", "lo")])) as opened:
+        async with served(ScriptedEngine([next_turn, *answer("Hel", "lo")])) as opened:
 
             async def one(number: int) -> None:
                 options = [("grpc.use_local_subchannel_pool", 1)]
@@ -401,7 +401,7 @@ class PingedServer:
         self.num_connections = 0
         self.num_answered = 0
         """Pings of the client that the server answered."""
-        self.farewells: list[bytes] = []
+        self.goaways: list[bytes] = []
         """What the server said as it ended connections."""
 
     async def forward(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -431,7 +431,7 @@ class PingedServer:
                 payload = await from_server.readexactly(int.from_bytes(header[:3]))
                 self.num_answered += header[3] == PING and header[4] & ACK
                 if header[3] == GOAWAY:
-                    self.farewells.append(payload)
+                    self.goaways.append(payload)
                 writer.write(header + payload)
             writer.close()
 
@@ -447,7 +447,7 @@ class PingedServer:
 async def pinged() -> AsyncIterator[PingedServer]:
     """A server, and a client that pings it every second, the most often that gRPC does, and without a call."""
     seen = PingedServer()
-    async with door() as opened:
+    async with served() as opened:
         forwarder = await asyncio.start_server(partial(seen.forward, opened.server.port), "127.0.0.1", 0)
         address = "{}:{}".format(*forwarder.sockets[0].getsockname())
         options = [
@@ -475,10 +475,10 @@ def test_a_client_may_ping_without_calls_as_often_as_the_interval_allows_and_not
                 patch.setattr(grpc_server, "_channel_options", quick)
                 allowing = await stack.enter_async_context(pinged())
             usually = await stack.enter_async_context(pinged())
-            await until(lambda: usually.farewells, "the server's word")
-            assert b"too_many_pings" in usually.farewells[0]
-            await until(lambda: allowing.num_answered >= 5 or allowing.farewells, "five pings")
-            assert not allowing.farewells and allowing.num_connections == 1
+            await until(lambda: usually.goaways, "a GOAWAY")
+            assert b"too_many_pings" in usually.goaways[0]
+            await until(lambda: allowing.num_answered >= 5 or allowing.goaways, "five pings")
+            assert not allowing.goaways and allowing.num_connections == 1
 
     usual = grpc_server._channel_options
     asyncio.run(scenario())
@@ -489,7 +489,7 @@ def test_a_client_may_ping_without_calls_as_often_as_the_interval_allows_and_not
 
 def test_control() -> None:
     async def scenario() -> None:
-        async with door() as opened:
+        async with served() as opened:
             ping = await opened.control("ping", trace_id="t")
             assert (ping.trace_id, ping.command, dict(ping.payload)) == (
                 "t", "ping_response", {"status": "ok", "message": "pong"},
@@ -516,8 +516,8 @@ def test_control_unloads_and_loads_the_only_model(name: str) -> None:
             engines.append(ScriptedEngine())
             return engines[-1]
 
-        async with door(opened=False, admin_key=["root"]) as opened:
-            opened.gate.open(await start(), start)
+        async with served(opened=False, admin_key=["root"]) as opened:
+            opened.admission.open(await start(), start)
             operator, payload = Client(opened.channel, "root"), {"model_id": name} if name else {}
             for command in ("load_model", "unload_model", "reload", "reload_registry"):
                 refused = await opened.control(command, payload=payload)
@@ -537,7 +537,7 @@ def test_control_unloads_and_loads_the_only_model(name: str) -> None:
                 assert len(engines) == number and engines[-2].closed and not engines[-1].closed
             other = await operator.control("unload_model", payload={"model_id": "other"})
             assert other.payload["status"] == "error" and "no model 'other'" in other.payload["message"]
-            await opened.gate.close()
+            await opened.admission.close()
 
     asyncio.run(scenario())
 
@@ -551,8 +551,8 @@ def test_a_load_that_fails_is_told_and_can_be_tried_again() -> None:
                 raise faults.pop()
             return ScriptedEngine()
 
-        async with door(opened=False, admin_key=["root"]) as opened:
-            opened.gate.open(await start(), start)
+        async with served(opened=False, admin_key=["root"]) as opened:
+            opened.admission.open(await start(), start)
             operator = Client(opened.channel, "root")
             faults.append(ModelError("It is damaged."))
             failed_load = await operator.control("reload")
@@ -560,14 +560,14 @@ def test_a_load_that_fails_is_told_and_can_be_tried_again() -> None:
             assert not (await opened.health()).healthy
             assert (await operator.control("load_model")).payload["state"] == "loaded"
             assert (await opened.health()).healthy
-            await opened.gate.close()
+            await opened.admission.close()
 
     asyncio.run(scenario())
 
 
 def test_control_repeats_little_of_what_it_was_sent() -> None:
     async def scenario() -> None:
-        async with door() as opened:
+        async with served() as opened:
             answered = await opened.control("x" * 1_000_000)
             assert answered.payload["status"] == "error" and len(answered.SerializeToString()) < 1000
             with pytest.raises(grpc.aio.AioRpcError, match="1000000 characters; at most 256"):
@@ -578,7 +578,7 @@ def test_control_repeats_little_of_what_it_was_sent() -> None:
 
 def test_control_before_the_model_is_there() -> None:
     async def scenario() -> None:
-        async with door(opened=False) as opened:
+        async with served(opened=False) as opened:
             assert (await opened.control("ping")).payload["status"] == "ok"
             assert (await opened.control("list_models")).payload["status"] == "error"
 
@@ -593,7 +593,7 @@ async def check(channel: grpc.aio.Channel, service: str = "") -> int:
 def test_health_is_the_truth_of_the_moment() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine([Output(text="a", token_ids=[1]), forever])
-        async with door(opened=False) as opened:
+        async with served(opened=False) as opened:
 
             async def seen() -> tuple[bool, str, int, int, int]:
                 told = await opened.health()
@@ -601,7 +601,7 @@ def test_health_is_the_truth_of_the_moment() -> None:
                 return (told.healthy, told.metrics["state"], *probed)
 
             assert await seen() == (False, "starting", NOT_SERVING, NOT_SERVING, SERVING)
-            opened.gate.open(engine)
+            opened.admission.open(engine)
             assert await seen() == (True, "ready", SERVING, SERVING, SERVING)
             engine.state = Health(False, "restarting")
             assert await seen() == (False, "restarting", NOT_SERVING, NOT_SERVING, SERVING)
@@ -612,7 +612,7 @@ def test_health_is_the_truth_of_the_moment() -> None:
             during = (await opened.health()).metrics
             assert int(during["requests_running"]) == int(before["requests_running"]) + 1
             assert int(during["requests_inflight"]) == int(before["requests_inflight"]) + 1
-            opened.gate.drain()
+            opened.admission.drain()
             assert await seen() == (False, "draining", NOT_SERVING, NOT_SERVING, SERVING)
             assert (await refused(health_pb2_grpc.HealthStub(opened.channel).Check(HealthCheckRequest(service="x"))))[
                 0
@@ -626,7 +626,7 @@ def test_watch_tells_of_every_change_and_ends_with_the_server(monkeypatch: pytes
 
     async def scenario() -> None:
         engine = ScriptedEngine()
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             stub = health_pb2_grpc.HealthStub(opened.channel)
             listed = await stub.List(HealthListRequest())
             assert {name: told.status for name, told in listed.statuses.items()} == dict.fromkeys(
@@ -648,7 +648,7 @@ def test_watch_tells_of_every_change_and_ends_with_the_server(monkeypatch: pytes
 
 def test_reflection_lists_the_services_and_their_messages() -> None:
     async def scenario() -> None:
-        async with door() as opened:
+        async with served() as opened:
             stub = reflection_pb2_grpc.ServerReflectionStub(opened.channel)
             asked = [
                 ServerReflectionRequest(list_services=""),
@@ -666,7 +666,7 @@ def test_reflection_lists_the_services_and_their_messages() -> None:
 
 def test_it_closes_at_once_when_streams_only_wait() -> None:
     async def scenario() -> None:
-        async with door() as opened:
+        async with served() as opened:
             call = opened.predict()
             await call.write(ask())
             while not (await call.read()).end_of_stream:
@@ -682,7 +682,7 @@ def test_it_waits_for_answers_as_long_as_the_grace() -> None:
     async def scenario() -> None:
         ended = asyncio.Event()
         engine = ScriptedEngine([Output(text="a", token_ids=[1]), ended.wait, *answer("b")])
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             running = asyncio.create_task(answer_to(opened, ask()))
             await until(lambda: bool(engine.open))
             stopping = asyncio.create_task(opened.server.stop(3600))
@@ -695,7 +695,7 @@ def test_it_waits_for_answers_as_long_as_the_grace() -> None:
             check_whole(await running)
 
         engine = ScriptedEngine([Output(text="a", token_ids=[1]), forever])
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             call = opened.predict([ask()])
             await call.read()
             await asyncio.wait_for(opened.server.stop(0.1), PATIENCE)

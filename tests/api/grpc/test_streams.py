@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, failed, refused, text_of
+from tests.api.grpc.calls import Client, answer_to, ask, check_whole, failed, refused, served, text_of
 from tests.api.scripted_engine import Condition, ScriptedEngine, Step, answer, forever
 from tests.waiting import PATIENCE, until
 from weft.api.grpc.status import RpcStatus
@@ -101,7 +101,7 @@ def test_predictions_of_one_stream_run_side_by_side() -> None:
         fast_is_whole = asyncio.Event()
         engine = ByPrompt(slow=[FIRST, fast_is_whole.wait, *answer("slow")], fast=answer("fast"))
         responses = []
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             async for response in opened.predict([ask("slow", "1"), ask("fast", "2"), ask("slow", "3")]):
                 responses.append(response)
                 if response.trace_id == "2" and response.end_of_stream:
@@ -127,7 +127,7 @@ def test_any_mixture_comes_out_in_order(scripts: list[list[Any]]) -> None:
 
     async def scenario() -> None:
         engine = ByPrompt(**{f"p{i}": played(script) for i, script in enumerate(scripts)})
-        async with door(engine, grpc_buffer_size=3, grpc_flush_interval_ms=5) as opened:
+        async with served(engine, grpc_buffer_size=3, grpc_flush_interval_ms=5) as opened:
             requests = [ask(f"p{i}", f"t{i}") for i in range(len(scripts))]
             found = by_trace_id([response async for response in opened.predict(requests)])
         assert len(found) == len(scripts)
@@ -140,7 +140,7 @@ def test_any_mixture_comes_out_in_order(scripts: list[list[Any]]) -> None:
 
 def test_a_stream_stays_open_for_the_next_request() -> None:
     async def scenario() -> None:
-        async with door() as opened:
+        async with served() as opened:
             call = opened.predict()
             for trace_id in ("1", "2", "2"):
                 await call.write(ask(trace_id=trace_id))
@@ -161,7 +161,7 @@ def test_a_failure_ends_the_call_after_the_others_are_whole(bad: Any, watch: Wat
     async def scenario() -> None:
         fine = [FIRST, watch.has_failure_and_all_requests, *answer("fine")]
         engine = ByPrompt(fine=fine, bad=[FIRST, RuntimeError("boom")])
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             received, code, details = await failed(opened.predict([ask("fine", "1"), bad, ask("fine", "2")]))
             found = by_trace_id(received)
             check_whole(found["1"])
@@ -178,7 +178,7 @@ def test_after_a_failure_nothing_more_is_begun(watch: Watch) -> None:
     async def scenario() -> None:
         ended = asyncio.Event()
         engine = ByPrompt(slow=[FIRST, ended.wait, *answer("slow")], late=answer("late"))
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             call = opened.predict()
             await call.write(ask("slow", "1"))
             await call.write(ask(model_id="gpt-4"))
@@ -197,7 +197,7 @@ def test_after_a_failure_nothing_more_is_begun(watch: Watch) -> None:
 
 def test_a_failure_is_told_though_the_client_would_send_more() -> None:
     async def scenario() -> None:
-        async with door() as opened:
+        async with served() as opened:
             call = opened.predict()
             await call.write(ask(model_id="gpt-4"))
             assert (await asyncio.wait_for(refused(call), PATIENCE))[0] is Code.NOT_FOUND
@@ -208,7 +208,7 @@ def test_a_failure_is_told_though_the_client_would_send_more() -> None:
 def test_two_open_predictions_may_not_have_the_same_trace_id(watch: Watch) -> None:
     async def scenario() -> None:
         engine = ByPrompt(slow=[FIRST, watch.has_failure_and_all_requests, *answer("slow")])
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             received, code, _ = await failed(opened.predict([ask("slow", "t"), ask("slow", "t")]))
             assert code is Code.INVALID_ARGUMENT
             check_whole(received)
@@ -230,7 +230,7 @@ def test_more_requests_than_a_stream_may_have_open_wait_unread(watch: Watch) -> 
                 most = max(most, len(self.open) + 1)
                 return await super().submit(request)
 
-        async with door(Watched([one_waits, *answer("x")])) as opened:
+        async with served(Watched([one_waits, *answer("x")])) as opened:
             found = by_trace_id([r async for r in opened.predict([ask(trace_id=str(i)) for i in range(MAX_OPEN + 50)])])
         assert len(found) == MAX_OPEN + 50
         assert most == MAX_OPEN
@@ -244,7 +244,7 @@ def test_a_client_that_leaves_aborts_all_that_it_asked(way: str, script: list[St
     async def scenario(deadline_s: float | None) -> bool:
         """False: the deadline came before there was anything to abort."""
         engine = ScriptedEngine(script)
-        async with door(engine) as opened, grpc.aio.insecure_channel(f"127.0.0.1:{opened.server.port}") as own:
+        async with served(engine) as opened, grpc.aio.insecure_channel(f"127.0.0.1:{opened.server.port}") as own:
             await own.channel_ready()
             call = Client(own).predict([ask(), ask()], timeout=deadline_s)
             has_text = asyncio.create_task(call.read())
@@ -259,7 +259,7 @@ def test_a_client_that_leaves_aborts_all_that_it_asked(way: str, script: list[St
             elif way == "hang up":
                 await own.close()
             await until(lambda: not engine.open)
-            await asyncio.wait_for(opened.gate.empty(), PATIENCE)
+            await asyncio.wait_for(opened.admission.empty(), PATIENCE)
             await until(lambda: call.done())
             await asyncio.gather(has_text, return_exceptions=True)
             metrics = (await opened.health()).metrics
@@ -293,7 +293,7 @@ def test_a_client_that_stops_reading_is_not_read_ahead_for() -> None:
 
     async def scenario() -> None:
         engine = Endless()
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             call = opened.predict([ask()])
             await call.read()
             unchanged = before = 0
@@ -303,7 +303,7 @@ def test_a_client_that_stops_reading_is_not_read_ahead_for() -> None:
                 before = taken
                 assert taken < 2000
             other = ScriptedEngine()
-            opened.gate.open(other)
+            opened.admission.open(other)
             check_whole(await answer_to(opened, ask()))
             call.cancel()
             await until(lambda: not engine.open)
@@ -315,11 +315,11 @@ def test_a_drain_lets_predictions_finish_and_takes_no_more(watch: Watch) -> None
     async def scenario() -> None:
         ended = asyncio.Event()
         engine = ScriptedEngine([FIRST, ended.wait, *answer("z")])
-        async with door(engine) as opened:
+        async with served(engine) as opened:
             call = opened.predict()
             await call.write(ask(trace_id="1"))
             assert (await call.read()).chunk == "a"
-            opened.gate.drain()
+            opened.admission.drain()
             assert (await refused(opened.predict([ask()])))[0] is Code.UNAVAILABLE
             await call.write(ask(trace_id="2"))
             await until(lambda: watch.num_failed == 2, "the second request's refusal")
@@ -328,7 +328,7 @@ def test_a_drain_lets_predictions_finish_and_takes_no_more(watch: Watch) -> None
             assert code is Code.UNAVAILABLE
             assert "shutting down" in details
             assert text_of(received) == "z" and received[-1].end_of_stream
-            await asyncio.wait_for(opened.gate.empty(), PATIENCE)
+            await asyncio.wait_for(opened.admission.empty(), PATIENCE)
 
     asyncio.run(scenario())
 
@@ -336,11 +336,11 @@ def test_a_drain_lets_predictions_finish_and_takes_no_more(watch: Watch) -> None
 def test_what_outlasts_the_drain_is_ended() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine([FIRST, FIRST, forever])
-        async with door(engine, grpc_flush_interval_ms=60_000) as opened:
+        async with served(engine, grpc_flush_interval_ms=60_000) as opened:
             call = opened.predict([ask()])
             assert (await call.read()).chunk == "a"
-            opened.gate.drain()
-            opened.gate.abort()
+            opened.admission.drain()
+            opened.admission.abort()
             received, code, details = await failed(call)
             assert code is Code.UNAVAILABLE
             assert "shutting down" in details

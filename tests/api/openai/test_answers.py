@@ -77,8 +77,8 @@ def test_a_completion_stream_ends_with_its_reason() -> None:
 
 
 def test_include_usage_adds_one_chunk_without_choices() -> None:
-    for door in (chat, complete):
-        *chunks, last = events(door(ScriptedEngine(), stream=True, stream_options={"include_usage": True}))
+    for endpoint in (chat, complete):
+        *chunks, last = events(endpoint(ScriptedEngine(), stream=True, stream_options={"include_usage": True}))
         assert all(chunk["usage"] is None for chunk in chunks)
         assert last["choices"] == []
         assert last["usage"]["total_tokens"] == 15
@@ -184,9 +184,9 @@ def test_usage_tells_how_much_of_the_drafts_was_right() -> None:
     usage = Usage(prompt_tokens=1, completion_tokens=9, draft_tokens=8, accepted_tokens=5)
     engine = ScriptedEngine([Output(text="a", token_ids=[1], usage=usage, finish=FinishReason.STOP)])
     expected = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 3}
-    for door in (chat, complete):
-        assert door(engine).json()["usage"]["completion_tokens_details"] == expected
-        *_, last = events(door(engine, stream=True, stream_options={"include_usage": True}))
+    for endpoint in (chat, complete):
+        assert endpoint(engine).json()["usage"]["completion_tokens_details"] == expected
+        *_, last = events(endpoint(engine, stream=True, stream_options={"include_usage": True}))
         assert last["usage"]["completion_tokens_details"] == expected
     both = complete(engine, n=2).json()["usage"]["completion_tokens_details"]
     assert both == {"accepted_prediction_tokens": 10, "rejected_prediction_tokens": 6}

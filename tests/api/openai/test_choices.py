@@ -69,8 +69,8 @@ def test_usage_goes_with_every_chunk_when_asked() -> None:
         Output(text="a", token_ids=[97], usage=Usage(prompt_tokens=3, completion_tokens=1)),
         *answer("b"),
     ]
-    for door in (chat, complete):
-        chunks = events(door(ScriptedEngine(script), stream=True, stream_options=CONTINUOUS))
+    for endpoint in (chat, complete):
+        chunks = events(endpoint(ScriptedEngine(script), stream=True, stream_options=CONTINUOUS))
         told = [chunk["usage"]["total_tokens"] for chunk in chunks if chunk.get("usage")]
         assert told == sorted(told) and told[0] == 4 and len(told) >= 3
 
@@ -81,28 +81,28 @@ def test_token_ids_of_prompt_and_answer() -> None:
     assert bytes(body["choices"][0]["token_ids"]) == b"Hello, world"
     body = complete(ScriptedEngine(), return_token_ids=True).json()
     assert bytes(body["choices"][0]["prompt_token_ids"]) == b"hi"
-    for door in (chat, complete):
-        chunks = events(door(ScriptedEngine(), return_token_ids=True, stream=True))
+    for endpoint in (chat, complete):
+        chunks = events(endpoint(ScriptedEngine(), return_token_ids=True, stream=True))
         ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())]
         assert bytes(ids) == b"Hello, world"
 
 
 def test_timings_come_with_the_end_when_asked() -> None:
     script = [Output(text="a", token_ids=[97], queue_seconds=0.25), *answer("b")]
-    for door in (chat, complete):
-        [choice] = door(ScriptedEngine(script), return_timings=True).json()["choices"]
+    for endpoint in (chat, complete):
+        [choice] = endpoint(ScriptedEngine(script), return_timings=True).json()["choices"]
         assert choice["timings"]["queue_ms"] == 250
         assert choice["timings"]["ttft_ms"] > 0 and choice["timings"]["tokens_per_second"] > 0
-        last = events(door(ScriptedEngine(script), return_timings=True, stream=True))[-1]["choices"][0]
+        last = events(endpoint(ScriptedEngine(script), return_timings=True, stream=True))[-1]["choices"][0]
         assert last["timings"].keys() == choice["timings"].keys()
-        assert "timings" not in door(ScriptedEngine(script)).json()["choices"][0]
+        assert "timings" not in endpoint(ScriptedEngine(script)).json()["choices"][0]
 
 
 def test_the_stop_string_is_told() -> None:
     script = [Output(text="a", token_ids=[97], finish=FinishReason.STOP, stop_reason="\n")]
-    for door in (chat, complete):
-        assert door(ScriptedEngine(script)).json()["choices"][0]["stop_reason"] == "\n"
-        assert events(door(ScriptedEngine(script), stream=True))[-1]["choices"][0]["stop_reason"] == "\n"
+    for endpoint in (chat, complete):
+        assert endpoint(ScriptedEngine(script)).json()["choices"][0]["stop_reason"] == "\n"
+        assert events(endpoint(ScriptedEngine(script), stream=True))[-1]["choices"][0]["stop_reason"] == "\n"
 
 
 def test_an_echo_has_the_prompt_and_its_figures() -> None:

@@ -28,7 +28,7 @@ from weft.api.app import build_app
 from weft.config import load
 from weft.errors import InvalidRequest, Overloaded
 from weft.observe.traces import Traces
-from weft.serving import admission as gates
+from weft.serving import admission
 from weft.types import FinishReason, ImageParams, Output
 
 IMAGES = "/v1/images/generations"
@@ -259,7 +259,7 @@ def test_an_image_is_paid_for_by_a_client_that_hangs_up() -> None:
 def test_a_span_of_the_model_that_drew(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     traces = Traces(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(gates, "open_traces", lambda endpoint: traces)
+    monkeypatch.setattr(admission, "open_traces", lambda endpoint: traces)
     body = BODY | {"n": 2, "negative_prompt": "blue"}
     request(painter(), "POST", IMAGES, load({"otlp_endpoint": "http://collector"}, env={}), json=body)
     [span] = exporter.get_finished_spans()

@@ -43,7 +43,7 @@ def shape_of(**fields: Any) -> GrammarSpec | None:
         ({"json_object": True}, JsonObjectSpec(param="structured_outputs")),
     ],
 )
-def test_structured_outputs_of_both_doors(asked: dict[str, Any], expected: GrammarSpec) -> None:
+def test_structured_outputs_of_chat_and_completions(asked: dict[str, Any], expected: GrammarSpec) -> None:
     request = CompletionRequest.model_validate({"model": "m", "prompt": "x", "structured_outputs": asked})
     assert structured_shape(request, 64) == shape_of(structured_outputs=asked) == expected
 

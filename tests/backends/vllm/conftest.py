@@ -43,5 +43,5 @@ def native(vllm_model: Path) -> Iterator[BlockingEngine]:
     from tests.backends.vllm.real import config_of
 
     config = config_of(vllm_model, device="cpu", threads=1)
-    with BlockingEngine(lambda: start_native(config)) as looped:
-        yield looped
+    with BlockingEngine(lambda: start_native(config)) as blocking:
+        yield blocking

@@ -69,8 +69,8 @@ async def answer(engine: Engine, prompt: list[int], params: SamplingParams, **fi
     return Answered([delta async for delta in await engine.submit(sample(prompt, params, **fields))])
 
 
-def ask(looped: BlockingEngine, prompt: list[int], params: SamplingParams, **fields: Any) -> Answered:
-    return looped.wait(answer(looped.engine, prompt, params, **fields))
+def ask(blocking: BlockingEngine, prompt: list[int], params: SamplingParams, **fields: Any) -> Answered:
+    return blocking.wait(answer(blocking.engine, prompt, params, **fields))
 
 
 def save_adapter(folder: Path, model: Path, seed: int) -> Path:
@@ -112,8 +112,8 @@ def engine_core(host: int) -> int:
     return core
 
 
-def host_of(looped: BlockingEngine) -> int:
-    pid: int | None = looped.engine.client.engine_pid  # type: ignore[attr-defined]
+def host_of(blocking: BlockingEngine) -> int:
+    pid: int | None = blocking.engine.client.engine_pid  # type: ignore[attr-defined]
     assert pid is not None
     return pid
 

@@ -52,8 +52,8 @@ def greedy(**fields: Any) -> SamplingParams:
 def vllm(vllm_model: Path, adapters: dict[str, str]) -> Iterator[BlockingEngine]:
     restore = eager()
     config = config_of(vllm_model, engine="cpu-vllm", max_num_seqs=16, adapter=adapter_settings(adapters))
-    with BlockingEngine(lambda: start(config)) as looped:
-        yield looped
+    with BlockingEngine(lambda: start(config)) as blocking:
+        yield blocking
     restore()
 
 

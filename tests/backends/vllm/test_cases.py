@@ -1,4 +1,4 @@
-"""The source system's test cases on real vLLM, through the contract for callers that wait. TC-004 is in test_doors,
+"""The source system's test cases on real vLLM, through the contract for callers that wait. TC-004 is in test_endpoints,
 TC-008 in test_asynchronous and test_synchronous. docs/backends.md has a table of all."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`weft serve --engine cpu-vllm`: both doors with vLLM behind them, and what their clients see when it is killed."""
+"""`weft serve --engine cpu-vllm`: HTTP and gRPC with vLLM behind them, and what their clients see when it is killed."""
 
 from __future__ import annotations
 

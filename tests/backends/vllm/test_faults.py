@@ -41,8 +41,8 @@ def served(long_model: Path, heard: Heard) -> Iterator[BlockingEngine]:
     restore = eager()
     more = {"max_model_len": TOO_LONG, "kv_cache_memory_mb": 16, "max_restarts": 0, "image_model": "none"}
     config = config_of(long_model, engine="cpu-vllm,native", **more)
-    with BlockingEngine(lambda: start_engine(config)) as looped:
-        yield looped
+    with BlockingEngine(lambda: start_engine(config)) as blocking:
+        yield blocking
     restore()
 
 

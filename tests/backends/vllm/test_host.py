@@ -126,7 +126,7 @@ class HostThread:
 
 
 @pytest.fixture
-def in_a_house(
+def run_with_engine(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[[VllmEngine], Awaitable[None]]], None]:
     """Runs a scenario with an engine."""
@@ -169,17 +169,17 @@ def tokens(deltas: list[Output]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-def test_tokens_come_back_in_order_to_whom_they_are_for(in_a_house: Any) -> None:
+def test_tokens_come_back_in_order_to_whom_they_are_for(run_with_engine: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         answers = await asyncio.gather(*(told(engine, [5] * length) for length in (3, 10, 20)))
         assert [tokens(answer) for answer in answers] == [[n, n + 1, n + 2, n + 3, n + 4] for n in (3, 10, 20)]
         assert all(answer[-1].finish is FinishReason.LENGTH for answer in answers)
         assert engine.stats().open_requests == 0 and engine.health().ready
 
-    in_a_house(scenario)
+    run_with_engine(scenario)
 
 
-def test_what_vllm_does_not_do_is_refused_by_its_name(in_a_house: Any) -> None:
+def test_what_vllm_does_not_do_is_refused_by_its_name(run_with_engine: Any) -> None:
     image = ImageParams(width=4, height=4, steps=1, guidance_scale=1.0, seed=0)
 
     async def scenario(engine: VllmEngine) -> None:
@@ -190,10 +190,10 @@ def test_what_vllm_does_not_do_is_refused_by_its_name(in_a_house: Any) -> None:
             image_model(engine)
         assert "--engine" in refused.value.hint
 
-    in_a_house(scenario)
+    run_with_engine(scenario)
 
 
-def test_a_request_takes_its_adapter_and_only_its_own_seed_with_it(in_a_house: Any) -> None:
+def test_a_request_takes_its_adapter_and_only_its_own_seed_with_it(run_with_engine: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         await told(engine, [5], request_id="plain")
         await told(engine, [5], request_id="red", adapter="red", priority=3, cache_salt="s")
@@ -208,10 +208,10 @@ def test_a_request_takes_its_adapter_and_only_its_own_seed_with_it(in_a_house: A
         with pytest.raises(InvalidRequest, match="no adapter 'blue'"):
             await told(engine, [5], adapter="blue")
 
-    in_a_house(scenario)
+    run_with_engine(scenario)
 
 
-def test_an_adapter_that_vllm_cannot_read_is_refused_when_it_is_loaded(in_a_house: Any) -> None:
+def test_an_adapter_that_vllm_cannot_read_is_refused_when_it_is_loaded(run_with_engine: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         (red,) = engine.adapters
         with pytest.raises(ModelError, match=r"cannot use the adapter broken: What is that\?"):
@@ -226,10 +226,10 @@ def test_an_adapter_that_vllm_cannot_read_is_refused_when_it_is_loaded(in_a_hous
         used = [driver.requests[name].adapter for name in ("by default", "as it is", "no more")]
         assert [adapter and adapter.number for adapter in used] == [3, None, None]
 
-    in_a_house(scenario)
+    run_with_engine(scenario)
 
 
-def test_leaving_aborts(in_a_house: Any) -> None:
+def test_leaving_aborts(run_with_engine: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         deltas = await engine.submit(
             sample([ENDLESS], SamplingParams(max_tokens=60, ignore_eos=True), request_id="left")
@@ -240,10 +240,10 @@ def test_leaving_aborts(in_a_house: Any) -> None:
         await until(lambda: driver.aborted == ["left"], "the driver is told")
         assert engine.stats().open_requests == 0
 
-    in_a_house(scenario)
+    run_with_engine(scenario)
 
 
-def test_what_was_delivered_goes_with_a_request_to_the_next_vllm(in_a_house: Any) -> None:
+def test_what_was_delivered_goes_with_a_request_to_the_next_vllm(run_with_engine: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         deltas = await told(engine, [DEADLY, 5, 5], request_id="r", adapter="red")
         assert tokens(deltas) == [3, 4, 5, 6, 7] and engine.stats().restarts == 1
@@ -251,10 +251,10 @@ def test_what_was_delivered_goes_with_a_request_to_the_next_vllm(in_a_house: Any
         assert resumed.output_token_ids == [3, 4] and resumed.adapter is not None
         assert engine.health().ready
 
-    in_a_house(scenario)
+    run_with_engine(scenario)
 
 
-def test_what_an_operator_may_ask(in_a_house: Any) -> None:
+def test_what_an_operator_may_ask(run_with_engine: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         assert await engine.control(ResetPrefixCache()) == "0"
         deltas = await engine.submit(sample([ENDLESS], SamplingParams(max_tokens=60, ignore_eos=True)))
@@ -265,4 +265,4 @@ def test_what_an_operator_may_ask(in_a_house: Any) -> None:
         with pytest.raises(InvalidRequest, match="profiler"):
             await engine.control(StartProfile("/nowhere"))
 
-    in_a_house(scenario)
+    run_with_engine(scenario)

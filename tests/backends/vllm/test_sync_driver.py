@@ -40,8 +40,8 @@ LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 def vllm(vllm_model: Path, adapters: dict[str, str]) -> Iterator[BlockingEngine]:
     restore = eager()
     config, kind = config_of(vllm_model, adapter=adapter_settings(adapters)), replace(CPU, synchronous=True)
-    with BlockingEngine(lambda: start_kind(config, kind)) as looped:
-        yield looped
+    with BlockingEngine(lambda: start_kind(config, kind)) as blocking:
+        yield blocking
     restore()
 
 

@@ -63,7 +63,7 @@ class ToolResultBlock(Fields):
 
 
 class ThinkingBlock(Fields):
-    """What the assistant thought; templates may use it."""
+    """The block holds what the assistant thought; templates may use it."""
 
     place: ClassVar[str] = "messages.messages.content"
 
@@ -210,7 +210,7 @@ AnswerBlock = TextAnswer | ThinkingAnswer | ToolUseAnswer
 
 
 class MessageUsage(Struct, frozen=True, kw_only=True):
-    """All input is the sum of the three."""
+    """The usage of a message. All of its input is input_tokens and both counts of the cache."""
 
     input_tokens: int
     output_tokens: int

@@ -60,8 +60,8 @@ class ChunkBuffer:
         self._drained: asyncio.Future[None] = self._loop.create_future()
 
     def put(self, chunk: str) -> asyncio.Future[None] | None:
-        """When the buffer is full, returns what to await before the next chunk: a slow reader holds up nothing but
-        its own answer."""
+        """Return what to await before the next chunk where the buffer is full: a slow reader holds up nothing but its
+        own answer."""
         now = self._loop.time()
         if self._last_put is not None:
             gap = now - self._last_put

@@ -1,4 +1,4 @@
-"""What a gRPC client is told when a call fails."""
+"""The status and the details that a gRPC client gets when a call fails."""
 
 from __future__ import annotations
 

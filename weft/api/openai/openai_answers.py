@@ -1,4 +1,4 @@
-"""What Weft answers, as OpenAI's clients read it."""
+"""The answers of Weft as OpenAI's clients read them."""
 
 from __future__ import annotations
 

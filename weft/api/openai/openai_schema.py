@@ -374,7 +374,7 @@ class ResponseFormat(Fields):
 
 
 class StructuredOutputs(Fields):
-    """What the output must be: exactly one of these."""
+    """The field says what the output must be: exactly one of these."""
 
     place: ClassVar[str] = "chat.structured_outputs"
 
@@ -421,7 +421,7 @@ MODEL_S_OWN = "Without it: what the model's files recommend, else a neutral one.
 
 
 class SamplingFields(Fields):
-    """What chat and plain completions have in common."""
+    """The fields that chat and plain completions have in common."""
 
     model: Name
     stream: bool = False

@@ -62,7 +62,7 @@ class _Shelf:
 
 class ResponseStore:
     """The store is bounded by entries, by bytes and by time. What does not fit is taken from the tenant that has most:
-    of its answers the one not used for longest. So nobody drives out what a tenant with less has kept."""
+    of its answers the one not used for longest. So no tenant drives out what one with less has kept."""
 
     def __init__(
         self,

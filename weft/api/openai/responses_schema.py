@@ -36,7 +36,7 @@ class InputText(Fields):
 
 
 class PastText(Fields):
-    """What an assistant said earlier."""
+    """The part holds what an assistant said earlier."""
 
     place: ClassVar[str] = "responses.input.content"
 
@@ -130,7 +130,7 @@ class PastSummary(Fields):
 
 
 class PastReasoning(Fields):
-    """What the assistant thought, or a summary of it; templates may use it."""
+    """The item holds what the assistant thought, or a summary of it; templates may use it."""
 
     place: ClassVar[str] = "responses.input"
 

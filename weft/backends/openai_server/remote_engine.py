@@ -142,7 +142,7 @@ RETRY_S = 0.2
 
 
 class Peer(Struct, frozen=True, kw_only=True):
-    """What was found out about the peer at the start."""
+    """The facts about the peer that were asked for at the start."""
 
     kind: ServerKind
     model: str
@@ -175,7 +175,7 @@ class RemoteEngine:
         self._num_tokens = 0
 
     def check_capacity(self, tenant: str) -> None:
-        """Nothing is refused here: the queue is the other side's."""
+        """Refuse nothing: the queue is the other side's."""
 
     async def submit(self, request: GenerationRequest) -> Stream:
         """Submit a request, and return when the peer begins to answer: until then its refusals are raised."""

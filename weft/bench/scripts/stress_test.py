@@ -33,7 +33,7 @@ SETTLES = 0.2
 
 
 class HeldMemory(Struct, frozen=True):
-    """What all processes of the server hold, at a minute."""
+    """The memory that all processes of the server hold at a minute."""
 
     minute: float
     megabytes: float

@@ -1,4 +1,4 @@
-"""What the eight commands measure: a server that runs, or one of their own; and how they end."""
+"""The server that the eight commands measure, one that runs or one of their own; and how the commands end."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ async def _checked(model: str, engine: str, url: str, grpc_address: str) -> list
     async with subject(model=model, engine=engine, url=url, grpc_address=grpc_address) as found:
         with progress(len(HTTP_CHECKS) + len(GRPC_CHECKS), "asking") as advance:
             if found.target.url:
-                door = _Http(Address.parse(found.target.url))
+                server = _Http(Address.parse(found.target.url))
                 for name, over_http in HTTP_CHECKS.items():
-                    checks.append(await _awaited(name, over_http(door)))
+                    checks.append(await _awaited(name, over_http(server)))
                     advance(name)
             if found.grpc_address:
                 async with open_channel(found.grpc_address) as channel:
@@ -161,8 +161,8 @@ class _Http:
         return await self.ask("POST", "/v1/chat/completions", body)
 
 
-async def _chat(door: _Http) -> None:
-    status, body = await door.chat()
+async def _chat(server: _Http) -> None:
+    status, body = await server.chat()
     _expect(status, 200, "the status")
     answer = msgspec.json.decode(body)
     _expect(answer["object"], "chat.completion", "object")
@@ -171,39 +171,39 @@ async def _chat(door: _Http) -> None:
     _expect(answer["usage"]["completion_tokens"] <= 8, True, "usage within max_tokens")
 
 
-async def _streamed_chat(door: _Http) -> None:
-    status, body = await door.chat(stream=True)
+async def _streamed_chat(server: _Http) -> None:
+    status, body = await server.chat(stream=True)
     _expect(status, 200, "the status")
     events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
     _expect(events[-1], "[DONE]", "the last event")
     chunks = [msgspec.json.decode(event) for event in events[:-1]]
     _expect({chunk["object"] for chunk in chunks}, {"chat.completion.chunk"}, "the chunks' object")
     streamed = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-    whole = msgspec.json.decode((await door.chat())[1])["choices"][0]["message"]["content"]
+    whole = msgspec.json.decode((await server.chat())[1])["choices"][0]["message"]["content"]
     _expect(streamed, whole, "the streamed text")
 
 
-async def _completion(door: _Http) -> None:
-    body = {"model": await door.model(), "prompt": "One, two,", "max_tokens": 4, "temperature": 0}
-    status, answer = await door.ask("POST", "/v1/completions", body)
+async def _completion(server: _Http) -> None:
+    body = {"model": await server.model(), "prompt": "One, two,", "max_tokens": 4, "temperature": 0}
+    status, answer = await server.ask("POST", "/v1/completions", body)
     _expect(status, 200, "the status")
     read = msgspec.json.decode(answer)
     _expect(read["object"], "text_completion", "object")
     _expect(isinstance(read["choices"][0]["text"], str), True, "text as a string")
 
 
-async def _models(door: _Http) -> None:
-    status, body = await door.ask("GET", "/v1/models")
+async def _models(server: _Http) -> None:
+    status, body = await server.ask("GET", "/v1/models")
     _expect(status, 200, "the status")
     _expect(msgspec.json.decode(body)["object"], "list", "object")
 
 
-async def _health(door: _Http) -> None:
-    _expect((await door.ask("GET", "/health"))[0], 200, "the status")
+async def _health(server: _Http) -> None:
+    _expect((await server.ask("GET", "/health"))[0], 200, "the status")
 
 
-async def _error(door: _Http) -> None:
-    status, body = await door.chat(temperature=-1)
+async def _error(server: _Http) -> None:
+    status, body = await server.chat(temperature=-1)
     _expect(status, 400, "the status of a temperature of -1")
     error = msgspec.json.decode(body)["error"]
     _expect(error.keys() >= {"message", "type", "param", "code"}, True, "OpenAI's shape of errors")

@@ -1,4 +1,4 @@
-"""What the kernels written as LLVM instructions are made of."""
+"""The parts that kernels written as LLVM instructions are made of."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ def inner(function: Function, *, fastmath: frozenset[str] = REORDER) -> Function
 
 
 def in_order(function: Function) -> Function:
-    """As `inner`, where the order of the operations carries the precision."""
+    """Compile as `inner` does a function whose precision depends on the order of its operations."""
     return inner(function, fastmath=IN_ORDER)
 
 
 def noinline(function: Function) -> Function:
-    """As `inner`, where callers share one copy: a loop that LLVM compiles into each of them takes it a while."""
+    """Compile as `inner` does, but to one copy that callers share: a loop inside each of them takes LLVM a while."""
     wrapped = inner(function)
     _NOT_INLINED.append(wrapped)
     return wrapped

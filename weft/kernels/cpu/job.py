@@ -82,7 +82,7 @@ rows of zeros up to a multiple of four."""
 
 
 class Here(NamedTuple):
-    """What native code is at."""
+    """The job that native code is at, and its place in it."""
 
     job: Any
     layer: Any

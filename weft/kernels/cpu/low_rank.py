@@ -49,8 +49,8 @@ def shrink(here: Here, index: int, place: int, x: int, in_size: int) -> None:
 
 
 def _panel_sums(num_rows: int, *, of_halves: bool) -> Callable[..., Any]:
-    """For each of one or two rows, out += the panel's columns times the ranks of the row. Asks meanwhile for the panel
-    at `following`."""
+    """Make the intrinsic that adds the panel's columns times the ranks of each of one or two rows to `out`. It asks
+    meanwhile for the panel at `following`."""
     kind = ir.IntType(16 if of_halves else 32)
 
     @intrinsic

@@ -65,7 +65,7 @@ def wait_for_all(cells: Ints, num_threads: int) -> None:
 
 
 def spread(work: Callable[..., None]) -> Callable[..., int]:
-    """From work on one piece, work on them all: for every piece work(here, piece), each by one thread.
+    """Return work on all pieces, made from work on one: work(here, piece) for each, by one thread.
 
     Native code that passed `work` as an argument could not be cached: it would hold the function's address.
     """

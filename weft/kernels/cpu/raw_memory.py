@@ -31,7 +31,7 @@ _PAUSE, _PAUSE_ARGS = ("llvm.aarch64.isb", [ir.IntType(32)(15)]) if IS_ARM else 
 
 
 def record_at(dtype: Any) -> Callable[..., Any]:
-    """From an address and an index, that record of the array of records there."""
+    """Make the intrinsic that returns a record from the address of an array of records and an index."""
     kind = numba.from_dtype(dtype)
 
     @intrinsic
@@ -46,7 +46,7 @@ def record_at(dtype: Any) -> Callable[..., Any]:
 
 
 def _pointer_to(kind: Any) -> Callable[..., Any]:
-    """From an address, the values of numba's type `kind` there."""
+    """Make the intrinsic that returns the values of numba's type `kind` at an address."""
 
     @intrinsic
     def pointer(typing: Any, address: Any) -> Any:

@@ -166,7 +166,8 @@ def dots(
 def stream_dots(
     rows: Floats, num_rows: int, others: Floats, num_others: int, size: int, out: Floats, out_stride: int
 ) -> None:
-    """As `dots`, for the rows of a matrix that is still in memory: asks for them ahead of the first others' tile."""
+    """Compute what `dots` does for the rows of a matrix that is still in memory: it asks for them ahead of the first
+    others' tile."""
     if num_others == 0:
         return
     if num_others == 1:
@@ -202,7 +203,7 @@ def stream_dots(
 def half_dots(
     rows: Bytes, num_rows: int, others: Floats, num_others: int, size: int, out: Floats, out_stride: int
 ) -> None:
-    """As `stream_dots`, for rows of halves. Their number is a multiple of four."""
+    """Compute what `stream_dots` does for rows of halves. Their number is a multiple of four."""
     for i in range(0, num_rows, 4):
         left = at(rows, 2 * i * size)
         for j in range(0, num_others, 4):

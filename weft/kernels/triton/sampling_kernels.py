@@ -1,4 +1,4 @@
-"""From logits to tokens in two small kernels: the largest logit, or the largest of logit / temperature + noise.
+"""Two small kernels make tokens of logits: the largest logit, or the largest of logit / temperature + noise.
 
 The noise is that of weft/kernels/sampling.py: a hash of (seed, position, token id), so a token depends on nothing else.
 """

@@ -125,8 +125,8 @@ class Dit(nn.Module):
 
     @cached_property
     def nothing(self) -> list[Tensor]:
-        """What every block adds to an image without a prompt: all its tokens are padding, so attention returns the
-        padding's value."""
+        """The sum that every block adds to an image without a prompt: all its tokens are padding, so attention returns
+        the padding's value."""
         return [block.attention_to(self.no_text) for block in self._each()]
 
     def condition(self, t: Tensor, pooled: Tensor) -> Tensor:
