@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from weft.kernels.fp8 import E4M3
 from weft.model.dense import DenseConfig
 from weft.model.loader import LinearLoading
 from weft.model.shard import WHOLE, Shard
-from weft.plan import Limits
-from weft.worker.compile_ahead import NUMBER, FutureSteps, in_processes
+from weft.plan import Limits, Row
+from weft.worker.compile_ahead import NUMBER, FutureSteps, computed, in_processes
+from weft.worker.inputs import exact_shape
 
 GEOMETRY = DenseConfig(
     family="llama", hidden_size=256, num_layers=30, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512,
@@ -85,3 +88,33 @@ def test_the_kernels_of_steps_are_found_without_a_gpu(
     assert all("lop3.b32" in one.specialisation for one in unpacking)
     of_bytes = [one for one in launches if one.kernel.__name__ == "_w4a8_kernel"]
     assert all("0x0F0F0F0F" in one.specialisation for one in of_bytes)
+
+
+@pytest.mark.parametrize("max_num_seqs", [100, 256])
+@pytest.mark.parametrize("linears", ["dequantise", "fp8", "int4", "w4a8"])
+@pytest.mark.parametrize("num_kv_heads", [8, 32])
+def test_steps_of_any_size_launch_nothing_that_was_not_foreseen(
+    linears: LinearLoading, num_kv_heads: int, max_num_seqs: int
+) -> None:
+    pytest.importorskip("triton")
+    from weft.kernels.triton.launch import recorded_launches
+
+    # Kernels choose their tiling by the size of the model.
+    geometry = replace(
+        GEOMETRY, hidden_size=4096, num_heads=32, num_kv_heads=num_kv_heads, head_dim=128, intermediate_size=14336,
+        vocab_size=100_000,
+    )  # fmt: skip
+    limits = replace(LIMITS, max_num_seqs=max_num_seqs, logits_width=100_000)
+    steps = FutureSteps(geometry, torch.bfloat16, torch.bfloat16, linears, linears == "dequantise", limits, 64)
+    chance = random.Random(7)
+    with recorded_launches((9, 0)) as foreseen, torch.inference_mode():
+        steps.compute()
+    with recorded_launches((9, 0)) as launches, torch.inference_mode():
+        stepper = steps.stepper()
+        for _ in range(60):
+            decodes = [1] * chance.choice([0, chance.randint(1, 64), chance.randint(1, max_num_seqs)])
+            prompts = [chance.choice([16, 500, 2048, chance.randint(2, 2048)]) for _ in range(chance.randint(0, 4))]
+            rows = [Row(0, chance.randint(0, 1000), count, [], True) for count in decodes + prompts]
+            if rows:
+                computed(stepper, exact_shape(rows), max(row.start + row.count for row in rows))
+    assert {*launches} <= {*foreseen}

@@ -35,7 +35,7 @@ from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import LinearLoading, NoSource, load_weights
 from weft.model.shard import WHOLE, Shard
 from weft.model.sharded_dense import ShardedDense
-from weft.plan import Limits
+from weft.plan import Limits, Row
 from weft.switches import is_on, switched_off
 from weft.worker.forward_step import ForwardOutput, Stepper
 from weft.worker.graphs import graph_shapes
@@ -47,6 +47,9 @@ from weft.worker.runner import warm_up_rows
 log = logging.getLogger(__name__)
 
 META = torch.device("meta")
+ROW_COUNTS = (32, 64, 128, 192, 256, 384, 768)
+"""Numbers of tokens that together have every tiling that kernels choose by their rows; the warm-up has smaller and
+larger ones."""
 NUMBER = struct.Struct("i")
 """What goes through pipes."""
 
@@ -71,6 +74,19 @@ class FutureSteps(NamedTuple):
         """Compute every step once, or the largest alone, on tensors without memory."""
         from weft.kernels.triton.launch import overlapping_launches
 
+        stepper, limits = self.stepper(), self.limits
+        table = stepper.table
+        for rows in [largest_step(limits).rows] if only_largest else [*warm_up_rows(table), *_rows_of_tilings(table)]:
+            # With one token more than there are, no prompt is left to the library's attention.
+            output = computed(stepper, exact_shape(rows), 1 + max(row.start + row.count for row in rows))
+        _sample(output.logits[:1], stepper.model.ops)
+        if not only_largest:
+            with overlapping_launches():
+                for shape in graph_shapes(self.most_decodes, with_prefills=self.with_prefills):
+                    computed(stepper, shape, limits.max_model_len)
+
+    def stepper(self) -> Stepper:
+        """Return a stepper of a model of two layers, without memory."""
         if self.linears != "dequantise":
             # Some ops of quantisation know such tensors from there alone, and the engine does without it.
             from torch._meta_registrations import register_meta  # noqa: F401
@@ -85,15 +101,7 @@ class FutureSteps(NamedTuple):
         model = self._model(geometry, weights)
         table = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, META)
         shape = cache_shape(model.config, 2, limits.block_size)
-        stepper = Stepper(model, zero_cache(shape, self.kv_dtype, META), table)
-        for rows in [largest_step(limits).rows] if only_largest else warm_up_rows(table):
-            # With one token more than there are, no prompt is left to the library's attention.
-            output = _computed(stepper, exact_shape(rows), 1 + max(row.start + row.count for row in rows))
-        _sample(output.logits[:1], model.ops)
-        if not only_largest:
-            with overlapping_launches():
-                for shape in graph_shapes(self.most_decodes, with_prefills=self.with_prefills):
-                    _computed(stepper, shape, limits.max_model_len)
+        return Stepper(model, zero_cache(shape, self.kv_dtype, META), table)
 
     def _model(self, geometry: DenseConfig, weights: DecoderWeights) -> DenseModel:
         ops, longest = ops_for("cuda"), self.limits.max_model_len
@@ -119,7 +127,17 @@ class RecordedRanks:
         return [torch.empty_like(tensor) for _ in range(self._size)]
 
 
-def _computed(stepper: Stepper, shape: StepShape, longest: int) -> ForwardOutput:
+def _rows_of_tilings(table: RowTable) -> list[list[Row]]:
+    """Return the rows of steps with these numbers of tokens, and with the most decodes: decodes, and one prompt where
+    there cannot be so many."""
+    row, longest = table.padding_row, table.tokens.shape[1]
+    return [
+        [Row(row, 0, 1, [], True)] * count if count <= row else [Row(row, 0, min(count, longest - 1), [], True)]
+        for count in sorted({*ROW_COUNTS, row})
+    ]
+
+
+def computed(stepper: Stepper, shape: StepShape, longest: int) -> ForwardOutput:
     packed = torch.empty(sum(section_sizes(shape)), dtype=torch.int64, device=META)
     return stepper.step(shape, views(packed, shape), longest)
 

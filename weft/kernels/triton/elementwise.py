@@ -27,7 +27,7 @@ def normalised(x, scale, eps, dim):
     return ((wide * spread).to(x.dtype).to(tl.float32) * scale.to(tl.float32)).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x, weight, out, num_rows, hidden, stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

@@ -112,7 +112,7 @@ class TileConfig(NamedTuple):
     stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _tiled_kernel(
     x, x_scales, weight, scales, bias, residual, out,
     num_rows, num_outputs, k, weight_stride, scales_stride, residual_stride,
