@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from weft.kernels.fp8 import E4M3
 from weft.model.dense import DenseConfig
+from weft.model.dense_lora import AdapterSlots
 from weft.model.loader import LinearLoading
 from weft.model.shard import WHOLE, Shard
 from weft.plan import Limits, Row
@@ -105,16 +106,28 @@ def test_steps_of_any_size_launch_nothing_that_was_not_foreseen(
         vocab_size=100_000,
     )  # fmt: skip
     limits = replace(LIMITS, max_num_seqs=max_num_seqs, logits_width=100_000)
-    steps = FutureSteps(geometry, torch.bfloat16, torch.bfloat16, linears, linears == "dequantise", limits, 64)
+    steps = FutureSteps(
+        geometry,
+        torch.bfloat16,
+        torch.bfloat16,
+        linears,
+        linears == "dequantise",
+        limits,
+        64,
+        num_slots=4,
+        slot_rank=16,
+    )
     chance = random.Random(7)
     with recorded_launches((9, 0)) as foreseen, torch.inference_mode():
         steps.compute()
     with recorded_launches((9, 0)) as launches, torch.inference_mode():
         stepper = steps.stepper()
+        slots = AdapterSlots(stepper.model, 4, 16)
         for _ in range(60):
             decodes = [1] * chance.choice([0, chance.randint(1, 64), chance.randint(1, max_num_seqs)])
             prompts = [chance.choice([16, 500, 2048, chance.randint(2, 2048)]) for _ in range(chance.randint(0, 4))]
             rows = [Row(0, chance.randint(0, 1000), count, [], True) for count in decodes + prompts]
             if rows:
-                computed(stepper, exact_shape(rows), max(row.start + row.count for row in rows))
+                longest = max(row.start + row.count for row in rows)
+                computed(stepper, exact_shape(rows), longest, chance.choice([None, slots]))
     assert {*launches} <= {*foreseen}

@@ -32,6 +32,7 @@ from weft.kernels.kv_cache import zero_cache
 from weft.kernels.triton import has_triton
 from weft.kernels.weights import DecoderWeights
 from weft.model.dense import DenseConfig, DenseModel
+from weft.model.dense_lora import AdapterSlots
 from weft.model.loader import LinearLoading, NoSource, load_weights
 from weft.model.shard import WHOLE, Shard
 from weft.model.sharded_dense import ShardedDense
@@ -69,21 +70,27 @@ class FutureSteps(NamedTuple):
     with_prefills: bool = True
     """Whether steps with prefills are captured, too."""
     shard: Shard = WHOLE
+    num_slots: int = 0
+    """Slots of LoRA adapters; 0: no adapters are expected."""
+    slot_rank: int = 0
 
-    def compute(self, *, only_largest: bool = False) -> None:
-        """Compute every step once, or the largest alone, on tensors without memory."""
+    def compute_largest(self) -> None:
+        """Compute the largest step on tensors without memory."""
+        stepper = self.stepper()
+        _sample(_computed_rows(stepper, largest_step(self.limits).rows), stepper.model.ops)
+
+    def compute(self) -> None:
+        """Compute every step once on tensors without memory."""
         from weft.kernels.triton.launch import overlapping_launches
 
-        stepper, limits = self.stepper(), self.limits
-        table = stepper.table
-        for rows in [largest_step(limits).rows] if only_largest else [*warm_up_rows(table), *_rows_of_tilings(table)]:
-            # With one token more than there are, no prompt is left to the library's attention.
-            output = computed(stepper, exact_shape(rows), 1 + max(row.start + row.count for row in rows))
-        _sample(output.logits[:1], stepper.model.ops)
-        if not only_largest:
+        stepper = self.stepper()
+        for slots in self._slots(stepper.model):
+            for rows in [*warm_up_rows(stepper.table), *_rows_of_tilings(stepper.table)]:
+                output = _computed_rows(stepper, rows, slots)
             with overlapping_launches():
                 for shape in graph_shapes(self.most_decodes, with_prefills=self.with_prefills):
-                    computed(stepper, shape, limits.max_model_len)
+                    computed(stepper, shape, self.limits.max_model_len, slots)
+        _sample(output, stepper.model.ops)
 
     def stepper(self) -> Stepper:
         """Return a stepper of a model of two layers, without memory."""
@@ -102,6 +109,10 @@ class FutureSteps(NamedTuple):
         table = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, META)
         shape = cache_shape(model.config, 2, limits.block_size)
         return Stepper(model, zero_cache(shape, self.kv_dtype, META), table)
+
+    def _slots(self, model: DenseModel) -> list[AdapterSlots | None]:
+        """Return the slots that steps may read; None is for those without adapters."""
+        return [None, AdapterSlots(model, self.num_slots, self.slot_rank)] if self.num_slots else [None]
 
     def _model(self, geometry: DenseConfig, weights: DecoderWeights) -> DenseModel:
         ops, longest = ops_for("cuda"), self.limits.max_model_len
@@ -137,13 +148,20 @@ def _rows_of_tilings(table: RowTable) -> list[list[Row]]:
     ]
 
 
-def computed(stepper: Stepper, shape: StepShape, longest: int) -> ForwardOutput:
+def computed(stepper: Stepper, shape: StepShape, longest: int, slots: AdapterSlots | None = None) -> ForwardOutput:
+    shape = shape._replace(slots=slots.count if slots is not None else 0)
     packed = torch.empty(sum(section_sizes(shape)), dtype=torch.int64, device=META)
-    return stepper.step(shape, views(packed, shape), longest)
+    return stepper.step(shape, views(packed, shape), longest, slots=slots)
 
 
-def _sample(logits: Tensor, ops: Ops) -> None:
+def _computed_rows(stepper: Stepper, rows: list[Row], slots: AdapterSlots | None = None) -> ForwardOutput:
+    # With one token more than there are, no prompt is left to the library's attention.
+    return computed(stepper, exact_shape(rows), 1 + max(row.start + row.count for row in rows), slots)
+
+
+def _sample(output: ForwardOutput, ops: Ops) -> None:
     """Sample in every way that has a kernel of its own. Adjusted logits are single floats."""
+    logits = output.logits[:1]
     for scores in (logits, logits.float()):
         tokens, peaks = ops.greedy(scores)
         thresholds = ops.keep_thresholds(scores, peaks, peaks, peaks, tokens, peaks)
@@ -225,7 +243,7 @@ def _compile(steps: Sequence[FutureSteps], capability: tuple[int, int], reports:
     dynamo.disable = lambda function, *_, **options: function  # type: ignore[attr-defined]
     with recorded_launches(capability) as first, torch.inference_mode():
         for one in steps:
-            one.compute(only_largest=True)
+            one.compute_largest()
     with recorded_launches(capability) as others, torch.inference_mode():
         for one in steps:
             one.compute()

@@ -31,6 +31,7 @@ from weft.machine.memory import (
     graphs_bytes,
     num_parameters,
     plan_memory,
+    slot_rank,
 )
 from weft.machine.model_size import Weights, adapters_bytes, largest_rank, quantised_bytes, size_of
 from weft.model.dense import DenseModel
@@ -120,12 +121,9 @@ class Worker:
             compiling = None
             # The kernels of one rank are those of all.
             is_first = shard.rank == 0
-            if hashing is not None and is_first and (steps := _future_steps(self.limits, kv_dtype, target, draft)):
-                compiling = CompileAhead(
-                    steps,
-                    torch.cuda.get_device_capability(device),
-                    hashing,
-                )
+            steps = _future_steps(config, self.limits, kv_dtype, target, draft)
+            if hashing is not None and is_first and steps:
+                compiling = CompileAhead(steps, torch.cuda.get_device_capability(device), hashing)
             model = target.load(plan.max_model_len)
             draft_model = draft.load(plan.max_model_len) if draft is not None else None
             if compiling is not None:
@@ -299,7 +297,7 @@ class OpenModel:
 
 
 def _future_steps(
-    limits: Limits, kv_dtype: torch.dtype, target: OpenModel, draft: OpenModel | None
+    config: Config, limits: Limits, kv_dtype: torch.dtype, target: OpenModel, draft: OpenModel | None
 ) -> list[FutureSteps]:
     """Return the steps whose kernels are known before the weights are read: those of all but GGUF files."""
     steps = [
@@ -312,6 +310,8 @@ def _future_steps(
             limits,
             _most_decodes(limits),
             shard=target.shard,
+            num_slots=config.scheduler.max_loras if config.model.wants_adapters else 0,
+            slot_rank=slot_rank(largest_rank(config)),
         )
     ]
     if draft is not None:
