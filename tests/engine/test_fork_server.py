@@ -178,6 +178,8 @@ def test_another_environment_or_folder_has_a_process_of_its_own(
     with monkeypatch.context() as changed:
         changed.setenv("OMP_NUM_THREADS", "3")
         assert launched() is EngineProcess
+    # There, too, the process must find what it runs: it would else end by itself, unless it is killed before.
+    (tmp_path / "tests").symlink_to(Path(__file__).parent.parent)
     with monkeypatch.context() as changed:
         changed.chdir(tmp_path)
         assert launched() is EngineProcess
