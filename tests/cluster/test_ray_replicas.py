@@ -70,6 +70,8 @@ def unharmed(direct: TinyServer) -> Answer:
 def stream_at_one_replica(edge: Server, view: ClusterView) -> Iterator[tuple[Following, dict[str, Any]]]:
     """A stream that has begun, and the replica that has it."""
     wait_until(lambda: len(view.ready()) == 2, "two replicas")
+    # The edge hears of a replica's steps a while later: it would else still know the one of the stream before.
+    wait_until(lambda: not busy(edge), "idle replicas")
     stream = Following(edge.url, LONG).wait_for(20)
     wait_until(lambda: busy(edge) or stream.finish, "the replica of the stream")
     (name,) = busy(edge)
