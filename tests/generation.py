@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.payloads import NO_TEXTS, GivenTexts
+from weft.payloads import NO_CONDITIONING, Conditioning
 from weft.types import (
     ChunkSize,
     Embed,
@@ -33,6 +33,6 @@ def embed(prompt: Prompt, pooling: Pooling = Pooling.MEAN, **fields: object) -> 
 
 
 def generate_image(
-    prompt: list[int], params: ImageParams, conditioning: GivenTexts = NO_TEXTS, **fields: object
+    prompt: list[int], params: ImageParams, conditioning: Conditioning = NO_CONDITIONING, **fields: object
 ) -> GenerationRequest:
     return GenerationRequest(prompt=prompt, task=GenerateImage(params=params, conditioning=conditioning), **fields)

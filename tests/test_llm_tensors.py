@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tests.api.scripted_engine import PAINTER, ScriptedEngine
 from weft import LLM, SamplingParams, llm
 from weft.errors import InvalidRequest
-from weft.payloads import AdditionalInformation, GivenTexts, InfoEntry, PromptEmbeds
+from weft.payloads import AdditionalInformation, Conditioning, InfoEntry, PromptEmbeds
 from weft.types import MixedPrompt
 
 TENSOR = PromptEmbeds(data=memoryview(struct.pack("<4f", 1, 2, 3, 4)), shape=(2, 2), dtype="float32")
@@ -39,7 +39,7 @@ def test_an_image_is_drawn_from_tensors(engine: ScriptedEngine) -> None:
         with pytest.raises(InvalidRequest, match="1 to 4000"):
             model.draw()
     [drawn] = engine.drawn
-    assert (drawn.prompt, drawn.given) == ([], GivenTexts(prompt=TENSOR, negative=TENSOR))
+    assert (drawn.prompt, drawn.conditioning) == ([], Conditioning(prompt=TENSOR, negative=TENSOR))
 
 
 def test_it_must_be_allowed(engine: ScriptedEngine) -> None:

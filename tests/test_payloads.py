@@ -15,12 +15,12 @@ from weft import payloads
 from weft.errors import InvalidRequest
 from weft.payloads import (
     AdditionalInformation,
+    Conditioning,
     DeclaredInput,
-    GivenTexts,
     InfoEntry,
     PromptEmbeds,
     Tensor,
-    given_texts,
+    conditioning_of,
 )
 
 WIDTH, MAX_ROWS = 4, 6
@@ -170,14 +170,14 @@ def information(**entries: InfoEntry) -> AdditionalInformation:
 
 def test_a_negative_prompt_comes_as_information() -> None:
     known = ["negative_prompt_embeds"]
-    assert given_texts(None, None, known=[]) == given_texts(None, information(), known=known) == GivenTexts()
-    assert given_texts(embeds(), None, known=[]).prompt == embeds()
-    both = given_texts(embeds(), information(negative_prompt_embeds=InfoEntry(tensor=TENSOR)), known=known)
+    assert conditioning_of(None, None, known=[]) == conditioning_of(None, information(), known=known) == Conditioning()
+    assert conditioning_of(embeds(), None, known=[]).prompt == embeds()
+    both = conditioning_of(embeds(), information(negative_prompt_embeds=InfoEntry(tensor=TENSOR)), known=known)
     assert both.negative == embeds(data=bytes(32)) and both.num_bytes == 64
     both.check(INPUTS, steps=1)
     values = information(negative_prompt_embeds=InfoEntry(values=[1.0]))
     with pytest.raises(InvalidRequest) as refused:
-        given_texts(None, values, known=known)
+        conditioning_of(None, values, known=known)
     assert refused.value.param == NEGATIVE
 
 
@@ -187,8 +187,8 @@ def test_a_negative_prompt_comes_as_information() -> None:
 )
 def test_its_rules_are_those_of_a_prompt(wrong: dict[str, Any], field: str) -> None:
     for texts, place in (
-        (GivenTexts(prompt=embeds(**wrong)), "prompt_embeds"),
-        (GivenTexts(prompt=embeds(), negative=embeds(**wrong)), f"{NEGATIVE}.tensor"),
+        (Conditioning(prompt=embeds(**wrong)), "prompt_embeds"),
+        (Conditioning(prompt=embeds(), negative=embeds(**wrong)), f"{NEGATIVE}.tensor"),
     ):
         with pytest.raises(InvalidRequest) as refused:
             texts.check(INPUTS, steps=1)
@@ -211,7 +211,7 @@ def values(*given: Any) -> InfoEntry:
 def test_inputs_in_both_forms_pass_in_the_form_that_a_stage_declares() -> None:
     pooled = InfoEntry(tensor=Tensor(data=memoryview(bytes(32)), shape=(8,), dtype="float32"))
     entries = {LATENTS: InfoEntry(tensor=TENSOR), SIGMAS: values(1, 0.5, 0.25), "timesteps": values(999, 1, 0)}
-    given = given_texts(embeds(), information(**entries, pooled=pooled), known=DECLARED)
+    given = conditioning_of(embeds(), information(**entries, pooled=pooled), known=DECLARED)
     given.check(DECLARED, steps=3)
     assert given.tensor(LATENTS) == TENSOR and given.values(SIGMAS) == [1, 0.5, 0.25]
     assert given.tensor(SIGMAS) is given.values("none") is None
@@ -245,14 +245,14 @@ def test_inputs_in_both_forms_pass_in_the_form_that_a_stage_declares() -> None:
 )
 def test_an_input_that_a_stage_cannot_take_is_named(name: str, entry: InfoEntry, place: str, said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        GivenTexts(information={name: entry}).check(DECLARED, steps=3)
+        Conditioning(information={name: entry}).check(DECLARED, steps=3)
     assert refused.value.param == f"additional_information.entries['{name}']{place}" and said in str(refused.value)
     assert len(str(refused.value)) < 250
 
 
 def test_a_tensor_that_goes_with_another_is_missed() -> None:
     with pytest.raises(InvalidRequest, match=r"prompt_embeds: this model needs pooled with it"):
-        GivenTexts(prompt=embeds()).check(DECLARED, steps=3)
+        Conditioning(prompt=embeds()).check(DECLARED, steps=3)
 
 
 @pytest.mark.parametrize("dtype", payloads.STORED_AS)

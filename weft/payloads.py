@@ -229,7 +229,7 @@ def entry_field(name: str) -> str:
     return f"additional_information.entries[{name[:40]!r}]"
 
 
-class GivenTexts(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Conditioning(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The prompt embeds that a client sent for an image, and the other inputs of the model's stages."""
 
     prompt: PromptEmbeds | None = None
@@ -266,25 +266,25 @@ class GivenTexts(Struct, frozen=True, kw_only=True, omit_defaults=True):
                 raise _wrong(_field(one), f"this model needs {other} with it")
 
 
-NO_TEXTS = GivenTexts()
+NO_CONDITIONING = Conditioning()
 
 
-def given_texts(
+def conditioning_of(
     embeds: PromptEmbeds | None, information: AdditionalInformation | None, *, known: Collection[str]
-) -> GivenTexts:
+) -> Conditioning:
     """Return what a client sent; `known` are the names that the model knows. Raises InvalidRequest for everything but
-    the tensors and lists themselves, which `GivenTexts.check` checks."""
+    the tensors and lists themselves, which `Conditioning.check` checks."""
     if information is None:
-        return GivenTexts(prompt=embeds)
+        return Conditioning(prompt=embeds)
     information.check(known)
     others = dict(information.entries)
     entry = others.pop(NEGATIVE_PROMPT_EMBEDS, None)
     if entry is None:
-        return GivenTexts(prompt=embeds, information=others)
+        return Conditioning(prompt=embeds, information=others)
     if entry.tensor is None:
         raise _wrong(entry_field(NEGATIVE_PROMPT_EMBEDS), "this model takes it as a tensor")
     negative = PromptEmbeds(**{name: getattr(entry.tensor, name) for name in Tensor.__struct_fields__})
-    return GivenTexts(prompt=embeds, negative=negative, information=others)
+    return Conditioning(prompt=embeds, negative=negative, information=others)
 
 
 def check_count(field: str, what: str, count: int, most: int) -> None:

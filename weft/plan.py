@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from weft.payloads import DeclaredInput, EmbedsSegment, GivenTexts, PipelineStage, PromptEmbeds
+from weft.payloads import Conditioning, DeclaredInput, EmbedsSegment, PipelineStage, PromptEmbeds
 from weft.types import ImageParams, LatentCheckpoint, Pooling, SamplingParams, TokenLogprob
 
 
@@ -199,7 +199,7 @@ class DenoiseAdmission(Struct, frozen=True):
     prompt: PlacedEmbeds
     negative: PlacedEmbeds
     request_id: str = ""
-    given: GivenTexts = GivenTexts()
+    conditioning: Conditioning = Conditioning()
     checkpoint: LatentCheckpoint | None = None
     """Set: the image goes on from here."""
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from weft.engine_stats import MemoryLedger
 from weft.errors import InvalidRequest, in_full
-from weft.payloads import DeclaredInput, EmbedsSegment, GivenTexts, PromptEmbeds
+from weft.payloads import Conditioning, DeclaredInput, EmbedsSegment, PromptEmbeds
 
 
 class FinishReason(enum.StrEnum):
@@ -302,7 +302,7 @@ class Request(Struct, frozen=True, kw_only=True):
     """Set: the answer is a vector made of the prompt's hidden states, and no token is sampled."""
     image: ImageParams | None = None
     """Set: the answer is an image, generated from the prompt's hidden states."""
-    given: GivenTexts = GivenTexts()
+    conditioning: Conditioning = Conditioning()
     """Hidden states that the client of an image sent instead of prompts, and other inputs of the image model."""
     checkpoint: LatentCheckpoint | None = None
     """Set: an image that another engine has begun goes on from here."""
@@ -316,7 +316,7 @@ class Request(Struct, frozen=True, kw_only=True):
     @property
     def tensor_bytes(self) -> int:
         """Bytes of the tensors that the client sent."""
-        return self.given.num_bytes + sum(segment.embeds.data.nbytes for segment in self.embeds)
+        return self.conditioning.num_bytes + sum(segment.embeds.data.nbytes for segment in self.embeds)
 
     @property
     def prompt_digest(self) -> tuple[list[int], list[tuple[int, bytes]]]:
@@ -331,11 +331,11 @@ class Request(Struct, frozen=True, kw_only=True):
     def check_given(self, image: ImageParams, inputs: Mapping[str, DeclaredInput]) -> None:
         """Raise InvalidRequest for what a client sent for its image that the image model does not take, and for
         prompts that are given twice."""
-        if self.given.prompt is not None and (self.prompt_token_ids or image.prompt_text):
+        if self.conditioning.prompt is not None and (self.prompt_token_ids or image.prompt_text):
             raise InvalidRequest("prompt_embeds: there is a prompt already.", param="prompt_embeds")
-        if self.given.negative is not None and (image.negative_token_ids or image.negative_text):
+        if self.conditioning.negative is not None and (image.negative_token_ids or image.negative_text):
             raise InvalidRequest("negative_prompt_embeds: there is a negative prompt already.", param="negative_prompt")
-        self.given.check(inputs, steps=image.steps)
+        self.conditioning.check(inputs, steps=image.steps)
 
 
 class Conversation(Struct, frozen=True, kw_only=True):
@@ -423,7 +423,7 @@ class GenerateImage(Struct, frozen=True, kw_only=True):
     """The task to generate one image."""
 
     params: ImageParams
-    conditioning: GivenTexts = GivenTexts()
+    conditioning: Conditioning = Conditioning()
     """Hidden states that the client sent instead of a prompt, which is empty then, and other inputs of the model."""
 
 

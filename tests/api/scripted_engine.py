@@ -22,7 +22,7 @@ from weft.backends.contract import (
 )
 from weft.engine_stats import EngineStats
 from weft.errors import ContextTooLong, InvalidRequest, ModelError, Overloaded, WeftError
-from weft.payloads import DeclaredInput, GivenTexts
+from weft.payloads import Conditioning, DeclaredInput
 from weft.scheduler.block_pool import BlockPool
 from weft.text.tokenizer import FillInMiddle
 from weft.types import (
@@ -156,7 +156,7 @@ class SubmittedImage(Struct, frozen=True):
     cache_salt: str
     priority: int
     tenant: str
-    given: GivenTexts
+    conditioning: Conditioning
 
 
 def picture(image: ImageParams, step: int) -> bytes:

@@ -35,11 +35,11 @@ from weft.options import SchedulerOptions
 from weft.payloads import (
     MAX_BYTES,
     AdditionalInformation,
+    Conditioning,
     DeclaredInput,
-    GivenTexts,
     InfoEntry,
     PromptEmbeds,
-    given_texts,
+    conditioning_of,
 )
 from weft.plan import KeptHiddenStates
 from weft.scheduler.scheduler import Scheduler
@@ -83,7 +83,7 @@ def test_an_emptied_cache_knows_no_text() -> None:
 def with_tensor(name: str, num_bytes: int) -> Request:
     data = memoryview(bytes(num_bytes))
     tensor = PromptEmbeds(data=data, shape=(1, num_bytes // 4), dtype="float32")
-    return replace(drawing(name), given=GivenTexts(prompt=tensor))
+    return replace(drawing(name), conditioning=Conditioning(prompt=tensor))
 
 
 def test_tensors_of_open_requests_are_bounded() -> None:
@@ -132,15 +132,15 @@ def test_as_many_bytes_as_a_client_may_send_reach_the_engine_and_not_one_more() 
     states = np.random.default_rng(1).standard_normal((side, side), dtype=np.float32)
     assert states.nbytes == MAX_BYTES
     largest, one_more = InfoEntry(tensor=tensor(states)), InfoEntry(tensor=tensor(states[0, :1]))
-    given = given_texts(None, AdditionalInformation(entries={NEGATIVE: largest}), known=inputs)
+    given = conditioning_of(None, AdditionalInformation(entries={NEGATIVE: largest}), known=inputs)
     with pytest.raises(InvalidRequest, match=f"{MAX_BYTES + 4} bytes together; at most {MAX_BYTES}"):
-        given_texts(None, AdditionalInformation(entries={NEGATIVE: largest, "latents": one_more}), known=inputs)
+        conditioning_of(None, AdditionalInformation(entries={NEGATIVE: largest, "latents": one_more}), known=inputs)
 
     async def scenario() -> Request:
         launch = StandIns()
         client = EngineClient(load(env={}), FILES, launch)
         await client.start()
-        client.submit(replace(drawing("i"), given=given))
+        client.submit(replace(drawing("i"), conditioning=given))
         (received,) = await submitted(launch.launched[0])
         await client.close()
         return received
@@ -149,7 +149,7 @@ def test_as_many_bytes_as_a_client_may_send_reach_the_engine_and_not_one_more() 
     of_images = image_limits(inputs=inputs, max_embedding_bytes=2**30)
     scheduler = Scheduler(replace(ROOMY, image=of_images))
     scheduler.add(received)
-    assert received.given.negative is not None and received.given.negative.data == largest.tensor.data
+    assert received.conditioning.negative is not None and received.conditioning.negative.data == largest.tensor.data
     plan = scheduler.schedule()
     assert plan is not None and scheduler.images.memory.client_bytes == MAX_BYTES
 
@@ -175,7 +175,7 @@ STATES = np.random.default_rng(5).standard_normal((7, WIDTH), dtype=np.float32)
 
 
 async def picture(engine: NativeEngine, token_ids: list[int], **changes: object) -> bytes:
-    given = GivenTexts(**{name: changes.pop(name) for name in GivenTexts.__struct_fields__ if name in changes})
+    given = Conditioning(**{name: changes.pop(name) for name in Conditioning.__struct_fields__ if name in changes})
     last = await final_output(await engine.submit(generate_image(token_ids, image(**changes), given)))
     assert last.image is not None
     return last.image
@@ -224,7 +224,7 @@ def test_what_cannot_be_drawn_from_is_refused_on_both_sides(tiny_model: Path, im
             assert param is None or caught.value.param == param
         assert engine.stats().open_requests == 0
         # Past the check of `submit`: the engine has its own.
-        asked = replace(drawing("i", size=8), given=GivenTexts(prompt=narrow), prompt_token_ids=[])
+        asked = replace(drawing("i", size=8), conditioning=Conditioning(prompt=narrow), prompt_token_ids=[])
         entry = engine.client.submit(asked)
         await until(lambda: engine.stats().open_requests == 0)
         (event,) = entry.take()
@@ -238,7 +238,7 @@ def test_what_cannot_be_drawn_from_is_refused_on_both_sides(tiny_model: Path, im
 def test_leaving_gives_the_bytes_back(tiny_model: Path, image_model: Path) -> None:
     async def scenario() -> None:
         engine = await started(tiny_model, image_model)
-        stream = await engine.submit(generate_image([], image(steps=1000), GivenTexts(prompt=tensor(STATES))))
+        stream = await engine.submit(generate_image([], image(steps=1000), Conditioning(prompt=tensor(STATES))))
         assert (await anext(stream)).denoise_step == 1
         assert engine.stats().embedding_bytes >= STATES.nbytes
         await stream.aclose()

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from tests.kernels.steps import MAX_MODEL_LEN, Step, config, random_cache, random_step, random_weights
-from weft.kernels import REFERENCE, AttentionBatch, GivenRows
+from weft.kernels import REFERENCE, AttentionBatch, InputEmbeds
 from weft.kernels.cpu import native_step
 from weft.kernels.cpu.fused_step import FusedStep
 from weft.kernels.cpu.ops import argmax_rows
@@ -166,32 +166,34 @@ def test_hidden_states_come_beside_logits_and_change_none_of_them() -> None:
 
 
 @pytest.mark.parametrize("at", [[0], [5, 4, 12], list(range(43))], ids=str)
-def test_given_rows_stand_in_the_place_of_embeddings(at: list[int]) -> None:
+def test_input_embeds_stand_in_the_place_of_embeddings(at: list[int]) -> None:
     c = config()
     weights = random_weights(c)
     cache = random_cache(c, 64, 16)
     step = random_step(c, [1, 12, 30], [44, 12, 90], cache)
     values = torch.randn(len(at), c.hidden_size, generator=torch.Generator().manual_seed(3))
     model = DenseModel(c, weights, REFERENCE, MAX_MODEL_LEN)
-    given = GivenRows(torch.tensor(at), values)
-    wanted = model.logits(model.forward(step.tokens, step.positions, cache.clone(), step.batch, given=given))
+    input_embeds = InputEmbeds(torch.tensor(at), values)
+    wanted = model.logits(
+        model.forward(step.tokens, step.positions, cache.clone(), step.batch, input_embeds=input_embeds)
+    )
     run = native(c, weights, cache)
     plain = run(*step)
-    torch.testing.assert_close(run(*step, given=given), wanted, atol=1e-4, rtol=1e-4)
-    own = GivenRows(given.at, weights.embedding[step.tokens[given.at]])
-    assert torch.equal(run(*step, given=own), plain), "a token's own embedding is no other token"
+    torch.testing.assert_close(run(*step, input_embeds=input_embeds), wanted, atol=1e-4, rtol=1e-4)
+    own = InputEmbeds(input_embeds.at, weights.embedding[step.tokens[input_embeds.at]])
+    assert torch.equal(run(*step, input_embeds=own), plain), "a token's own embedding is no other token"
     run.close()
 
 
-def test_given_rows_have_a_place_and_the_right_width() -> None:
+def test_input_embeds_have_a_place_and_the_right_width() -> None:
     c = config()
     cache = random_cache(c, 64, 16)
     run = native(c, random_weights(c), cache)
     step = random_step(c, [1, 12], [44, 12], cache)
-    with pytest.raises(IndexError, match="places of given rows"):
-        run(*step, given=GivenRows(torch.tensor([13]), torch.zeros(1, c.hidden_size)))
-    with pytest.raises(IndexError, match="given rows must have"):
-        run(*step, given=GivenRows(torch.tensor([0]), torch.zeros(1, c.hidden_size - 1)))
+    with pytest.raises(IndexError, match="places of input embeds"):
+        run(*step, input_embeds=InputEmbeds(torch.tensor([13]), torch.zeros(1, c.hidden_size)))
+    with pytest.raises(IndexError, match="input embeds must have"):
+        run(*step, input_embeds=InputEmbeds(torch.tensor([0]), torch.zeros(1, c.hidden_size - 1)))
     run.close()
 
 

@@ -21,7 +21,7 @@ from weft.model.diffusion import flow
 from weft.model.diffusion.diffusers_load import load_pipeline
 from weft.model.diffusion.diffusers_pipeline import DiffusersImage, DiffusersPipeline, kept_bytes, unit_costs
 from weft.model.diffusion.pipeline import KEPT_STATES
-from weft.payloads import NO_TEXTS, GivenTexts, InfoEntry, PromptEmbeds
+from weft.payloads import NO_CONDITIONING, Conditioning, InfoEntry, PromptEmbeds
 from weft.payloads import Tensor as ClientTensor
 from weft.plan import DenoiseAdmission, PlacedEmbeds
 from weft.types import ImageParams
@@ -57,18 +57,20 @@ def asked(text: str = PROMPTS[0], **changes: Any) -> ImageParams:
 
 
 def begun(
-    pipeline: DiffusersPipeline, image: ImageParams, slot: int = 0, given: GivenTexts = NO_TEXTS
+    pipeline: DiffusersPipeline, image: ImageParams, slot: int = 0, conditioning: Conditioning = NO_CONDITIONING
 ) -> tuple[DiffusersImage, Tensor]:
-    drawing, noise = pipeline.prepare(DenoiseAdmission(slot, image, PlacedEmbeds(), PlacedEmbeds(), given=given))
-    for number, embeds in enumerate((given.prompt, given.negative)[: image.passes]):
+    drawing, noise = pipeline.prepare(
+        DenoiseAdmission(slot, image, PlacedEmbeds(), PlacedEmbeds(), conditioning=conditioning)
+    )
+    for number, embeds in enumerate((conditioning.prompt, conditioning.negative)[: image.passes]):
         if embeds is None:
             pipeline.encode(drawing, number)
     return drawing, noise.unsqueeze(0)
 
 
 @torch.inference_mode()
-def drawn(pipeline: DiffusersPipeline, image: ImageParams, given: GivenTexts = NO_TEXTS) -> Tensor:
-    drawing, latents = begun(pipeline, image, given=given)
+def drawn(pipeline: DiffusersPipeline, image: ImageParams, conditioning: Conditioning = NO_CONDITIONING) -> Tensor:
+    drawing, latents = begun(pipeline, image, conditioning=conditioning)
     for step in range(image.steps):
         latents = pipeline.denoise_step(latents, [drawing], [step], 1)
     return pipeline.decode(latents)
@@ -118,10 +120,10 @@ def test_latents_and_a_schedule_of_a_client_are_what_the_library_makes_of_them(
     key, values = ("sigmas", [1.0, 0.6, 0.5, 0.1]) if "Stable" in name else ("timesteps", [900, 600, 333, 2])
     latents = flow.noise(77, pipelines[name].latent_shape)
     information = {key: InfoEntry(values=values), "latents": InfoEntry(tensor=sent(latents))}
-    given = GivenTexts(information=information)
-    given.check(pipelines[name].family.inputs, steps=4)
+    conditioning = Conditioning(information=information)
+    conditioning.check(pipelines[name].family.inputs, steps=4)
     expected = drawn_by_diffusers(folders[name], name, image, {key: values, "latents": latents[None]})
-    got = (drawn(pipelines[name], image, given) / 2 + 0.5).clamp(0, 1)
+    got = (drawn(pipelines[name], image, conditioning) / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
     assert (drawn(pipelines[name], image) / 2 + 0.5 - expected).abs().max() > 1e-3
 
@@ -142,15 +144,17 @@ def test_prompt_embeds_of_a_client_are_a_prompt(pipelines: dict[str, DiffusersPi
         states = [each[: int(one["encoder_attention_mask"].sum())] for each, one in zip(states, encoded, strict=True)]
         information = {}
     prompt, negative = (PromptEmbeds(**asdict(sent(each))) for each in states)
-    given = GivenTexts(prompt=prompt, negative=negative, information=information)
-    given.check(pipeline.family.inputs, steps=2)
-    assert torch.equal(drawn(pipeline, replace(image, prompt_text="", negative_text=""), given), drawn(pipeline, image))
+    conditioning = Conditioning(prompt=prompt, negative=negative, information=information)
+    conditioning.check(pipeline.family.inputs, steps=2)
+    assert torch.equal(
+        drawn(pipeline, replace(image, prompt_text="", negative_text=""), conditioning), drawn(pipeline, image)
+    )
     if information:
         with pytest.raises(InvalidRequest, match="needs pooled_prompt_embeds with it"):
-            GivenTexts(prompt=prompt).check(pipeline.family.inputs, steps=2)
+            Conditioning(prompt=prompt).check(pipeline.family.inputs, steps=2)
         with pytest.raises(InvalidRequest, match=f"takes {len(states[0])} rows"):
             fewer = PromptEmbeds(**asdict(sent(states[0][:-1])))
-            replace(given, prompt=fewer).check(pipeline.family.inputs, steps=2)
+            replace(conditioning, prompt=fewer).check(pipeline.family.inputs, steps=2)
 
 
 def test_costs_are_the_operations_of_a_text_encoder_and_a_vae_in_tokens_of_the_transformer(

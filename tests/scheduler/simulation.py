@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from weft.payloads import DeclaredInput, EmbedsSegment, GivenTexts, PromptEmbeds
+from weft.payloads import Conditioning, DeclaredInput, EmbedsSegment, PromptEmbeds
 from weft.plan import (
     TO_DRAFT,
     Denoise,
@@ -125,9 +125,9 @@ def drawing(
         prompt_text=text,
         negative_text=negative_text,
     )
-    texts = GivenTexts(prompt=given, negative=negative_given)
+    texts = Conditioning(prompt=given, negative=negative_given)
     asked = request(name, [] if given or text else list(prompt), 1, **details)
-    return replace(asked, image=image, given=texts, checkpoint=checkpoint)
+    return replace(asked, image=image, conditioning=texts, checkpoint=checkpoint)
 
 
 def request(
@@ -232,7 +232,7 @@ def first_latents(image: ImageParams, text: bytes, negative: bytes) -> bytes:
 
 def prompts_of(request: Request) -> tuple[bytes, bytes]:
     """What the two prompts of an image are encoded to."""
-    image, given = request.image, request.given
+    image, given = request.image, request.conditioning
     assert image is not None
     prompt = image.prompt_text.encode() or text_of(request.prompt_token_ids)
     negative = image.negative_text.encode() or text_of(image.negative_token_ids)
@@ -391,7 +391,7 @@ class SimulatedWorker:
                 self.embeds[text.slot] = {text.length - 1: bytes(text.embeds.data)}
             else:
                 assert not text.length or len(self.embeds[text.slot]) == text.length, "incomplete prompt embeds"
-        given = admission.given
+        given = admission.conditioning
         sent = [bytes(embeds.data) if embeds else None for embeds in (given.prompt, given.negative)]
         self.texts[admission.slot] = {number: data for number, data in enumerate(sent) if data is not None}
         texts = (b"", b"") if self.reads_text else self._embeds_of(admission)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.scheduler.simulation import Simulation, drawing, embeds, expected_output, image_limits, request
 from tests.scheduler.test_denoise import DELAYS, assert_drawn, assert_nothing_is_held, roomy, simulated
 from weft.errors import InvalidRequest
-from weft.payloads import GivenTexts, PromptEmbeds
+from weft.payloads import Conditioning, PromptEmbeds
 from weft.scheduler.cursors import DenoiseStage, EncodePrompt, stages_of
 from weft.scheduler.integrity import IntegrityError, check_integrity
 from weft.scheduler.prompt_embeds import EmbedsCache, PromptKey
@@ -384,19 +384,19 @@ def test_the_engine_checks_tensors_again(wrong: PromptEmbeds, field: str) -> Non
 @pytest.mark.parametrize(
     ("texts", "changes", "param"),
     [
-        (GivenTexts(prompt=embeds(1, 2)), {"prompt": P}, "prompt_embeds"),
-        (GivenTexts(negative=embeds(1, 2)), {"negative": N}, "negative_prompt"),
+        (Conditioning(prompt=embeds(1, 2)), {"prompt": P}, "prompt_embeds"),
+        (Conditioning(negative=embeds(1, 2)), {"negative": N}, "negative_prompt"),
     ],
 )
-def test_a_prompt_is_given_once(texts: GivenTexts, changes: dict[str, list[int]], param: str) -> None:
+def test_a_prompt_is_given_once(texts: Conditioning, changes: dict[str, list[int]], param: str) -> None:
     with pytest.raises(InvalidRequest, match="already") as caught:
-        simulated(replace(drawing("i", **({"prompt": []} | changes)), given=texts))
+        simulated(replace(drawing("i", **({"prompt": []} | changes)), conditioning=texts))
     assert caught.value.param == param
 
 
 def test_only_images_have_tensors() -> None:
     with pytest.raises(InvalidRequest, match="Only requests for images"):
-        simulated(replace(request("chat", [1]), given=GivenTexts(prompt=embeds(1, 2))))
+        simulated(replace(request("chat", [1]), conditioning=Conditioning(prompt=embeds(1, 2))))
 
 
 def test_a_model_that_draws_from_no_states_takes_none() -> None:

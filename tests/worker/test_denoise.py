@@ -22,7 +22,7 @@ from weft.model.diffusion import flow
 from weft.model.diffusion.dit import KeysValues, encoded_bytes
 from weft.model.diffusion.pipeline import KEPT_STATES
 from weft.options import Config, ModelOptions, SchedulerOptions
-from weft.payloads import GivenTexts, InfoEntry
+from weft.payloads import Conditioning, InfoEntry
 from weft.payloads import Tensor as ClientTensor
 from weft.types import FinishReason, ImageParams, Request
 from weft.worker.diffusion.denoiser import Denoiser, PromptEmbedsTable
@@ -127,7 +127,7 @@ def test_the_latents_and_sigmas_of_a_client_take_the_place_of_noise_and_times(
         "other noise": ({"latents": latents}, {"seed": 1, "steps": 3}),
     }
     asked = [
-        replace(image(name, TEXTS[0], **changes), given=GivenTexts(information=entries))
+        replace(image(name, TEXTS[0], **changes), conditioning=Conditioning(information=entries))
         for name, (entries, changes) in own.items()
     ]
     outputs = run(driven, asked).outputs

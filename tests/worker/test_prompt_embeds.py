@@ -19,7 +19,7 @@ from tests.worker.driving import Driven, load, request, run
 from tests.worker.test_denoise import TEXTS, WIDTH, assert_as_alone, image, images
 from weft.hub.resolve import resolve
 from weft.options import Config, LimitOptions, ModelOptions, SchedulerOptions
-from weft.payloads import GivenTexts, PromptEmbeds
+from weft.payloads import Conditioning, PromptEmbeds
 from weft.plan import KeptHiddenStates
 from weft.text.grammars.specs import RegexSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ def given(asked: Request, **texts: PromptEmbeds) -> Request:
     """The same image, drawn from tensors instead of prompts."""
     without = asked.image if "negative" not in texts else replace(asked.image, negative_token_ids=[])
     prompt = [] if "prompt" in texts else asked.prompt_token_ids
-    return replace(asked, prompt_token_ids=prompt, image=without, given=GivenTexts(**texts))
+    return replace(asked, prompt_token_ids=prompt, image=without, conditioning=Conditioning(**texts))
 
 
 def pictures(driven: Driven, *asked: Request, **limits: Any) -> list[dict[int, bytes]]:

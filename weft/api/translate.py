@@ -18,12 +18,12 @@ from weft.api.openai.openai_schema import (
     CompletionRequest,
     EmbedsPart,
     Function,
-    GivenPrompt,
     Message,
     NamedFunction,
     NamedTool,
     PastCall,
     PredictedContent,
+    PromptInput,
     SamplingFields,
     StructuredOutputs,
     Tool,
@@ -634,7 +634,7 @@ def _prompts(request: CompletionRequest, engine: Engine) -> list[Prompt]:
     ]
 
 
-def _prompt_before(given: GivenPrompt, suffix: str, engine: Engine) -> list[int]:
+def _prompt_before(given: PromptInput, suffix: str, engine: Engine) -> list[int]:
     """Return the prompt of the text between a prompt and a suffix."""
     tokenizer, most = engine.text.tokenizer, max_encoded_tokens(engine)
     assert tokenizer.fill_in_middle is not None and not isinstance(given, tuple), "it was checked"
@@ -650,7 +650,7 @@ def _named_embeds(part: EmbedsPart, field: str) -> NamedEmbeds:
     return field, PromptEmbeds(**tensor_fields(part, field))
 
 
-def _prompt(given: GivenPrompt, field: str, engine: Engine) -> Prompt:
+def _prompt(given: PromptInput, field: str, engine: Engine) -> Prompt:
     match given:
         case str():
             return text_prompt(engine, given)

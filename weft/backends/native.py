@@ -25,7 +25,7 @@ from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError,
 from weft.hub.resolve import find_model
 from weft.machine.devices import accelerator
 from weft.options import Config
-from weft.payloads import NO_TEXTS
+from weft.payloads import NO_CONDITIONING
 from weft.text.detokenizer import OutputText
 from weft.text.grammars.specs import vocabulary_of
 from weft.text.tokenizer import Tokenizer
@@ -399,10 +399,10 @@ class NativeEngine:
             priority=request.priority,
             tenant=request.tenant,
             image=params,
-            given=conditioning,
+            conditioning=conditioning,
             trace=request.trace,
         )
-        if conditioning != NO_TEXTS:
+        if conditioning != NO_CONDITIONING:
             # To look at every value takes a while: other streams go on meanwhile.
             await asyncio.to_thread(drawn.check_given, params, model.inputs)
         outputs = ImageOutputs(drawn, model.num_tokens * params.passes_per_step)

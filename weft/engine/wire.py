@@ -347,7 +347,7 @@ class Channel:
         self.closed = threading.Event()
         self.step_began = 0.0
         """The time when the step under way began (monotonic); 0 between steps."""
-        for work in (self._read_forever, self._beat_forever):
+        for work in (self._read_forever, self._send_heartbeats):
             threading.Thread(target=work, name="weft-engine-channel", daemon=True).start()
 
     def send(self, message: FromEngine) -> None:
@@ -376,7 +376,7 @@ class Channel:
         self.closed.set()
         self.inbox.put(None)
 
-    def _beat_forever(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self.closed.wait(HEARTBEAT_SECONDS):
             began = self.step_began
             self.send(Heartbeat(time.monotonic() - began if began else 0.0))

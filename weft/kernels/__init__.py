@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.kernels.batch import AttentionBatch, GivenRows, HeadNorms, HeadShape, client_tensor
+    from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape, InputEmbeds, client_tensor
     from weft.kernels.table import REFERENCE, Ops
 
-__all__ = ["REFERENCE", "AttentionBatch", "GivenRows", "HeadNorms", "HeadShape", "Ops", "client_tensor", "ops_for"]
+__all__ = ["REFERENCE", "AttentionBatch", "HeadNorms", "HeadShape", "InputEmbeds", "Ops", "client_tensor", "ops_for"]
 
 
 def __getattr__(name: str) -> object:

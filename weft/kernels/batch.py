@@ -60,8 +60,8 @@ class AttentionBatch(NamedTuple):
     """True when the step is one sequence, from its first token on."""
 
 
-class GivenRows(NamedTuple):
-    """Rows that enter the model in the place of the embeddings of some of a step's tokens."""
+class InputEmbeds(NamedTuple):
+    """The input embeds are rows that enter the model in the place of the embeddings of some of a step's tokens."""
 
     at: Tensor
     """[rows] int64: their places among the step's tokens."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from torch import Tensor
 
-from weft.kernels import AttentionBatch, GivenRows, HeadShape, Ops
+from weft.kernels import AttentionBatch, HeadShape, InputEmbeds, Ops
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.kv_cache import KvCache
 from weft.kernels.weights import DecoderWeights, SlotLowRank, Weight
@@ -60,12 +60,12 @@ class DenseModel:
             config.head_dim, config.rope_theta, config.rope_scaling, max_model_len, weights.rope_factors
         ).to(device)
 
-    def embed(self, tokens: Tensor, given: GivenRows | None = None) -> Tensor:
-        """Return the embeddings of tokens, and the given rows in the place of some."""
+    def embed(self, tokens: Tensor, input_embeds: InputEmbeds | None = None) -> Tensor:
+        """Return the embeddings of tokens, and the input_embeds rows in the place of some."""
         embedding = self.weights.embedding
         embedded = embedding[tokens] if isinstance(embedding, Tensor) else embedding.rows(tokens)
-        if given is not None:
-            embedded[given.at] = given.values
+        if input_embeds is not None:
+            embedded[input_embeds.at] = input_embeds.values
         return embedded
 
     def forward(
@@ -75,14 +75,14 @@ class DenseModel:
         kv_cache: KvCache,
         batch: AttentionBatch,
         last: LastTokens | None = None,
-        given: GivenRows | None = None,
+        input_embeds: InputEmbeds | None = None,
     ) -> Tensor:
         """Return the final hidden states of the step's tokens, or of the `last` ones only: the last layer then computes
         no others. Writes the keys and values of all tokens to the cache [layers, blocks, block size, 2, kv heads, head
         dim]."""
         ops, eps, heads = self.ops, self.config.norm_eps, self.config.heads
         rotation = self.rotations[positions]
-        residual = self.embed(tokens, given)
+        residual = self.embed(tokens, input_embeds)
         slots = batch.slots
         for layer, kv in zip(self.weights.layers, kv_cache, strict=True):
             qkv = ops.norm_linear(residual, layer.attention_norm, eps, layer.qkv, layer.qkv_bias)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.kernels import AttentionBatch, GivenRows
+from weft.kernels import AttentionBatch, InputEmbeds
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.kv_cache import KvCache
 from weft.kernels.weights import AdapterWeights, SlotLowRank
@@ -66,12 +66,12 @@ def forward_adapted(
     batch: AttentionBatch,
     slots: AdapterSlots,
     groups: AdapterGroups,
-    given: GivenRows | None = None,
+    input_embeds: InputEmbeds | None = None,
 ) -> Tensor:
     """Compute `DenseModel.forward` with adapters."""
     ops, eps, heads = model.ops, model.config.norm_eps, model.config.heads
     rotation = model.rotations[positions]
-    residual = model.embed(tokens, given)
+    residual = model.embed(tokens, input_embeds)
     for layer, added, kv in zip(model.weights.layers, slots.layers, kv_cache, strict=True):
         normal = ops.rms_norm(residual, layer.attention_norm, eps)
         ranks = ops.lora_shrink(normal, added.qkv, groups)

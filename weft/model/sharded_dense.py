@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels import GivenRows, Ops
+from weft.kernels import InputEmbeds, Ops
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.weights import DecoderWeights, SlotLowRank, Weight
 from weft.model.dense import DenseConfig, DenseModel
@@ -49,14 +49,14 @@ class ShardedDense(DenseModel):
         self._tokens = [shard.share(whole.vocab_size, rank) for rank in range(shard.size)]
         """The first token of each rank, and the one behind its last."""
 
-    def embed(self, tokens: Tensor, given: GivenRows | None = None) -> Tensor:
+    def embed(self, tokens: Tensor, input_embeds: InputEmbeds | None = None) -> Tensor:
         first, stop = self._tokens[self.shard.rank]
         is_other = (tokens < first) | (tokens >= stop)
         embedded = super().embed((tokens - first).masked_fill(is_other, 0))
         embedded.masked_fill_(is_other[:, None], 0)
         self._ranks.all_reduce(embedded)
-        if given is not None:
-            embedded[given.at] = given.values
+        if input_embeds is not None:
+            embedded[input_embeds.at] = input_embeds.values
         return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -572,7 +572,7 @@ class DenoiseCursor(Cursor):
 
     @property
     def scarce_resource(self) -> ScarceResource | None:
-        return ScarceResource.CLIENT_TENSORS if self.request.given.num_bytes else ScarceResource.LATENT_SLOT
+        return ScarceResource.CLIENT_TENSORS if self.request.conditioning.num_bytes else ScarceResource.LATENT_SLOT
 
     def can_begin(self, prompt_logprobs_budget: int, memory: ImageMemory) -> bool:
         return memory.has_capacity_for(self.request)
@@ -610,17 +610,19 @@ class DenoiseCursor(Cursor):
         prompt, negative = (PlacedEmbeds() if slot is None else slot.placed for slot in self.embeds)
         request = self.request
         return DenoiseAdmission(
-            self.latent_slot, self.image, prompt, negative, self.id, request.given, request.checkpoint
+            self.latent_slot, self.image, prompt, negative, self.id, request.conditioning, request.checkpoint
         )
 
 
 def _units_of(request: Request, image: ImageParams, slot: int, cost: int, limits: ImageLimits) -> list[Denoise]:
     """Return the work of an image in a latent slot: the prompts that its pipeline encodes, the steps that are left, and
     the decodings. Images of different slots have their checkpoints after different steps, so that no step has many."""
-    given = (request.given.prompt, request.given.negative)[: image.passes] if limits.reads_text else ()
+    embeds_of_client = (
+        (request.conditioning.prompt, request.conditioning.negative)[: image.passes] if limits.reads_text else ()
+    )
     units = [
         Denoise(slot, number, 0, limits.encode_cost, False, "encode")
-        for number, embeds in enumerate(given)
+        for number, embeds in enumerate(embeds_of_client)
         if embeds is None
     ]
     start, last, every = 0, image.steps, limits.checkpoint_steps

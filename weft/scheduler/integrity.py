@@ -86,10 +86,10 @@ def _check_images(scheduler: Scheduler) -> None:
     _require(images.num_open == len(open_images), "images are miscounted")
     holders = [cursor for cursor in open_images if cursor.latent_slot >= 0]
     _require(images.memory.num_latent_slots == len(holders), "latent slots are miscounted")
-    given = sum(cursor.request.given.num_bytes for cursor in holders)
-    given += sum(cursor.tensor_bytes for cursor in scheduler.cursors.values())
-    _require(images.memory.client_bytes == given, "bytes of client tensors are miscounted")
-    _require(given <= scheduler.limits.max_client_bytes, "client tensors have more bytes than there are")
+    client_bytes = sum(cursor.request.conditioning.num_bytes for cursor in holders)
+    client_bytes += sum(cursor.tensor_bytes for cursor in scheduler.cursors.values())
+    _require(images.memory.client_bytes == client_bytes, "bytes of client tensors are miscounted")
+    _require(client_bytes <= scheduler.limits.max_client_bytes, "client tensors have more bytes than there are")
     for row_cursor in scheduler.running:
         is_held = not row_cursor.request.embeds or row_cursor.tensor_bytes == row_cursor.request.tensor_bytes
         _require(is_held, "{} runs without the bytes of its prompt embeds", row_cursor)

@@ -29,12 +29,12 @@ EmbedsSource = PromptKey | PromptEmbeds
 
 def embeds_sources(request: Request) -> tuple[EmbedsSource | None, EmbedsSource | None]:
     """Return the sources of an image's prompt and, where it is guided, of its negative prompt; None: it is empty."""
-    image, given = request.image, request.given
+    image, conditioning = request.image, request.conditioning
     assert image is not None, "only images have prompt embeds"
-    prompt = given.prompt or _key_of(request.prompt_token_ids, request.cache_salt)
+    prompt = conditioning.prompt or _key_of(request.prompt_token_ids, request.cache_salt)
     if image.passes == 1:
         return prompt, None
-    return prompt, given.negative or _key_of(image.negative_token_ids, request.cache_salt)
+    return prompt, conditioning.negative or _key_of(image.negative_token_ids, request.cache_salt)
 
 
 def _key_of(token_ids: list[int], cache_salt: str) -> PromptKey | None:
@@ -170,7 +170,7 @@ class ImageMemory:
         latent_slot = self.free_latent_slots.pop()
         self.num_latent_slots += 1
         prompt, negative = self._sources(request)
-        self.client_bytes += request.given.num_bytes
+        self.client_bytes += request.conditioning.num_bytes
         return latent_slot, (self.embeds.take(prompt), self.embeds.take(negative))
 
     def give_back(self, request: Request, latent_slot: int, embeds: EmbedsPair) -> None:
@@ -179,7 +179,7 @@ class ImageMemory:
         self.num_latent_slots -= 1
         for slot in filter(None, embeds):
             self.embeds.give_back(slot)
-        self.client_bytes -= request.given.num_bytes
+        self.client_bytes -= request.conditioning.num_bytes
 
     def _sources(self, request: Request) -> tuple[EmbedsSource | None, EmbedsSource | None]:
         """Return what is kept in slots; a pipeline with a text encoder keeps its prompts with the latents."""

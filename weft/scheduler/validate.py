@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.errors import InvalidRequest
-from weft.payloads import DIGEST_BYTES, GivenTexts, check_total_bytes, not_with_embeds
+from weft.payloads import DIGEST_BYTES, Conditioning, check_total_bytes, not_with_embeds
 from weft.plan import ImageLimits, Limits
 from weft.scheduler.cursors import Cursor
 from weft.types import ImageParams, Request, check_priority, check_token_ids
@@ -26,7 +26,7 @@ def check_request(request: Request, limits: Limits, cursors: Mapping[str, Cursor
     wants_tokens = bool(request.output_token_ids) or request.params.prompt_logprobs is not None
     if request.pooling is not None and wants_tokens:
         raise InvalidRequest("A request for a vector has no tokens, and no log probabilities.", param="pooling")
-    if request.image is None and request.given != GivenTexts():
+    if request.image is None and request.conditioning != Conditioning():
         raise InvalidRequest("Only requests for images have conditioning.", param="prompt_embeds")
     if request.embeds:
         _check_embeds(request, limits)
@@ -113,7 +113,7 @@ def _check_image(request: Request, image: ImageParams, limits: Limits, image_lim
     request.check_given(image, image_limits.inputs)
     if request.checkpoint is not None and not 0 < request.checkpoint.step < image.steps:
         raise InvalidRequest(f"A checkpoint after {request.checkpoint.step} of {image.steps} steps.", param="image")
-    if (given := request.given.num_bytes) > image_limits.max_client_bytes:
+    if (given := request.conditioning.num_bytes) > image_limits.max_client_bytes:
         raise InvalidRequest(
             f"The tensors of this image have {given} bytes; there are {image_limits.max_client_bytes} for all tensors "
             "(--max-embedding-mb).",

@@ -23,10 +23,10 @@ from weft.payloads import (
     SIGMAS,
     TIMESTEPS,
     AdditionalInformation,
-    GivenTexts,
+    Conditioning,
     PromptEmbeds,
+    conditioning_of,
     entry_field,
-    given_texts,
 )
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import check_tensors_allowed, requests_like
@@ -135,10 +135,10 @@ def image_requests(
     guidance = model.guidance_scale if options.guidance_scale is None else options.guidance_scale
     _check_negative(options.negative_prompt, "negative_prompt", guidance)
     known = [name for name in model.inputs if name != PROMPT_EMBEDS]
-    given = given_texts(options.prompt_embeds, options.additional_information, known=known)
+    conditioning = conditioning_of(options.prompt_embeds, options.additional_information, known=known)
     width, height = _size(options, model)
-    steps = _steps(options, given, model)
-    _check_given(given, options, model, guidance, steps)
+    steps = _steps(options, conditioning, model)
+    _check_conditioning(conditioning, options, model, guidance, steps)
     negative = _tokens("negative_prompt", options.negative_prompt, model, tokenizer) if options.negative_prompt else []
     _check_count("n", options.n, 1, MAX_IMAGES)
     _check_count("partial_images", options.previews, 0, MAX_PREVIEWS)
@@ -156,10 +156,10 @@ def image_requests(
     )
     params.check()
     params.check_read([], reads_text=model.reads_text)
-    prompt = _tokens("prompt", options.prompt, model, tokenizer) if given.prompt is None else []
+    prompt = _tokens("prompt", options.prompt, model, tokenizer) if conditioning.prompt is None else []
     common = GenerationRequest(
         prompt=prompt,
-        task=GenerateImage(params=params, conditioning=given),
+        task=GenerateImage(params=params, conditioning=conditioning),
         request_id=request_id,
         cache_salt=cache_salt,
         priority=priority,
@@ -176,26 +176,28 @@ async def image_requests_in_time(options: ImageOptions, engine: Engine, **fields
     return await asyncio.to_thread(image_requests, options, engine, **fields)
 
 
-def _steps(options: ImageOptions, given: GivenTexts, model: ImageModelInfo) -> int:
+def _steps(options: ImageOptions, conditioning: Conditioning, model: ImageModelInfo) -> int:
     """Return the number of steps: as asked for, or as many as the client's schedule has."""
     if options.steps is not None:
         return options.steps
-    schedules = (given.values(name) for name in (SIGMAS, TIMESTEPS))
+    schedules = (conditioning.values(name) for name in (SIGMAS, TIMESTEPS))
     return next((len(schedule) for schedule in schedules if schedule), model.steps)
 
 
-def _check_given(given: GivenTexts, options: ImageOptions, model: ImageModelInfo, guidance: float, steps: int) -> None:
+def _check_conditioning(
+    conditioning: Conditioning, options: ImageOptions, model: ImageModelInfo, guidance: float, steps: int
+) -> None:
     for field, text, embeds in (
-        ("prompt", options.prompt, given.prompt),
-        ("negative_prompt", options.negative_prompt, given.negative),
+        ("prompt", options.prompt, conditioning.prompt),
+        ("negative_prompt", options.negative_prompt, conditioning.negative),
     ):
         if text and embeds is not None:
             raise InvalidRequest(f"{field}: give either that or {field}_embeds.", param=field)
-    _check_negative(given.negative, entry_field(NEGATIVE_PROMPT_EMBEDS), guidance)
-    if given.tensor(LATENTS) is not None and (options.n > 1 or options.seed is not None):
+    _check_negative(conditioning.negative, entry_field(NEGATIVE_PROMPT_EMBEDS), guidance)
+    if conditioning.tensor(LATENTS) is not None and (options.n > 1 or options.seed is not None):
         wrong = "n" if options.n > 1 else "seed"
         raise InvalidRequest(f"{wrong} has no effect with {LATENTS}: an image begins with them alone.", param=wrong)
-    given.check(model.inputs, steps=steps)
+    conditioning.check(model.inputs, steps=steps)
 
 
 def _check_negative(negative: object, field: str, guidance: float) -> None:

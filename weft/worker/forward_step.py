@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from weft.kernels import AttentionBatch, GivenRows
+from weft.kernels import AttentionBatch, InputEmbeds
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.kv_cache import KvCache
 from weft.kernels.weights import AdaptedRun, AdapterWeights
@@ -29,7 +29,7 @@ class FastStep(Protocol):
         batch: AttentionBatch,
         rows: Tensor,
         adapted: Sequence[AdaptedRun] = (),
-        given: GivenRows | None = None,
+        input_embeds: InputEmbeds | None = None,
     ) -> Tensor:
         """Return the logits of the tokens at `rows`, and write the cache as the model's own forward pass does."""
 
@@ -41,7 +41,7 @@ class FastStep(Protocol):
         rows: Tensor,
         hidden_rows: Tensor,
         adapted: Sequence[AdaptedRun] = (),
-        given: GivenRows | None = None,
+        input_embeds: InputEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the same, and the final hidden states of the tokens at `hidden_rows`."""
 
@@ -93,7 +93,7 @@ class Stepper:
         longest: int,
         requested: RequestedTokens | None = None,
         adapted: Sequence[AdaptedRun] = (),
-        given: GivenRows | None = None,
+        input_embeds: InputEmbeds | None = None,
         slots: AdapterSlots | None = None,
     ) -> ForwardOutput:
         """Compute a step in which no sequence is longer than `longest`. Tokens have the adapters of `adapted` in
@@ -111,14 +111,14 @@ class Stepper:
             slots=cache_slots,
             is_one_prompt=shape.decodes == 0 and shape.prompts == 1 and shape.prompt_tokens == longest,
         )
-        if given is not None:
-            # Where a row is given there is no token: any will do.
+        if input_embeds is not None:
+            # Where a row is input_embeds there is no token: any will do.
             tokens = tokens.clamp(min=0)
         states = None
         if requested is None:
-            logits = self._logits(shape, inputs, tokens, batch, width, adapted, given, slots)
+            logits = self._logits(shape, inputs, tokens, batch, width, adapted, input_embeds, slots)
         else:
-            logits, states = self._requested(requested, inputs, tokens, batch, adapted, given, slots)
+            logits, states = self._requested(requested, inputs, tokens, batch, adapted, input_embeds, slots)
         best, peaks = self.model.ops.greedy(logits)
         table.tokens[inputs.sample_rows, inputs.sample_ends] = best
         return ForwardOutput(logits, best, peaks, states)
@@ -130,17 +130,17 @@ class Stepper:
         tokens: Tensor,
         batch: AttentionBatch,
         adapted: Sequence[AdaptedRun],
-        given: GivenRows | None,
+        input_embeds: InputEmbeds | None,
         slots: AdapterSlots | None,
     ) -> tuple[Tensor, RequestedStates]:
         """Return the logits that are sampled from, and the states that rows request."""
         at = torch.cat([inputs.sample_at, requested.logits_at])
         if self.fast_step is not None:
             logits, hidden = self.fast_step.with_hidden(
-                tokens, inputs.positions, batch, at, requested.hidden_at, adapted, given
+                tokens, inputs.positions, batch, at, requested.hidden_at, adapted, input_embeds
             )
         else:
-            states = self._states(inputs, tokens, batch, given, slots)
+            states = self._states(inputs, tokens, batch, input_embeds, slots)
             logits, hidden = self.model.logits(states[at]), states[requested.hidden_at]
         sampled, others = torch.split(logits, [len(inputs.sample_at), len(requested.logits_at)])
         return sampled, RequestedStates(others, hidden)
@@ -150,15 +150,15 @@ class Stepper:
         inputs: StepInputs,
         tokens: Tensor,
         batch: AttentionBatch,
-        given: GivenRows | None,
+        input_embeds: InputEmbeds | None,
         slots: AdapterSlots | None,
     ) -> Tensor:
         """Return the final hidden states of all the step's tokens."""
         model, positions, kv_cache = self.model, inputs.positions, self.kv_cache
         if slots is None:
-            return model.forward(tokens, positions, kv_cache, batch, given=given)
+            return model.forward(tokens, positions, kv_cache, batch, input_embeds=input_embeds)
         groups = AdapterGroups(inputs.slot_order, inputs.slot_starts)
-        return forward_adapted(model, tokens, positions, kv_cache, batch, slots, groups, given)
+        return forward_adapted(model, tokens, positions, kv_cache, batch, slots, groups, input_embeds)
 
     def _logits(
         self,
@@ -168,14 +168,14 @@ class Stepper:
         batch: AttentionBatch,
         width: int,
         adapted: Sequence[AdaptedRun],
-        given: GivenRows | None,
+        input_embeds: InputEmbeds | None,
         slots: AdapterSlots | None,
     ) -> Tensor:
         if self.fast_step is not None:
-            return self.fast_step(tokens, inputs.positions, batch, inputs.sample_at, adapted, given)
+            return self.fast_step(tokens, inputs.positions, batch, inputs.sample_at, adapted, input_embeds)
         model = self.model
         if slots is not None or shape.samples_all or not is_on("last-tokens"):
-            states = self._states(inputs, tokens, batch, given, slots)
+            states = self._states(inputs, tokens, batch, input_embeds, slots)
             return model.logits(states if shape.samples_all else states[inputs.sample_at])
         last = AttentionBatch(
             num_decodes=shape.samples,
@@ -185,5 +185,5 @@ class Stepper:
             slots=batch.slots[inputs.sample_at],
         )
         last_tokens = LastTokens(inputs.sample_at, last)
-        hidden = model.forward(tokens, inputs.positions, self.kv_cache, batch, last_tokens, given)
+        hidden = model.forward(tokens, inputs.positions, self.kv_cache, batch, last_tokens, input_embeds)
         return model.logits(hidden)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels import GivenRows, client_tensor
+from weft.kernels import InputEmbeds, client_tensor
 from weft.plan import Row
 from weft.worker.rows import Ints, RowTable, runs
 
@@ -190,7 +190,7 @@ def views(packed: Tensor, shape: StepShape) -> StepInputs:
     return StepInputs(*torch.split(packed, section_sizes(shape)))
 
 
-def given_rows(layout: Layout, table: RowTable, dtype: torch.dtype) -> GivenRows:
+def input_embeds_of(layout: Layout, table: RowTable, dtype: torch.dtype) -> InputEmbeds:
     """Return the prompt embeds at the positions that a step computes, and their places among its tokens."""
     firsts, parts = list[int](), list[Tensor]()
     for row, first in zip(layout.rows, layout.firsts.tolist(), strict=True):
@@ -198,4 +198,4 @@ def given_rows(layout: Layout, table: RowTable, dtype: torch.dtype) -> GivenRows
             firsts.append(first + start - row.start)
             parts.append(client_tensor(segment.embeds, start - segment.start, stop - segment.start).to(dtype))
     (at,) = to_device([runs(firsts, [len(part) for part in parts])], table.device)
-    return GivenRows(at, sent(torch.cat(parts), table.device))
+    return InputEmbeds(at, sent(torch.cat(parts), table.device))

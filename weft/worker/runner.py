@@ -17,7 +17,7 @@ from weft.worker.draft_model import DraftModel
 from weft.worker.forward_step import ForwardOutput, Stepper
 from weft.worker.grammar_masks import Constraint, Constraints, Masks, follow, masks_of
 from weft.worker.graphs import StepGraphs
-from weft.worker.inputs import decode_rows, exact_shape, given_rows, lay_out, to_device, views
+from weft.worker.inputs import decode_rows, exact_shape, input_embeds_of, lay_out, to_device, views
 from weft.worker.lora_rows import LoraRows
 from weft.worker.prompt_outputs import PromptOutputs, PromptRequests, RowOutputBatch
 from weft.worker.rows import RowTable
@@ -179,9 +179,11 @@ class Runner:
             output = graphs.replay(captured, layout.packed)
         else:
             tokens, adapted = requests.tokens if requests else None, self.adapters.runs_in(layout)
-            given = given_rows(layout, table, self.stepper.model.weights.dtype) if has_embeds else None
+            input_embeds = input_embeds_of(layout, table, self.stepper.model.weights.dtype) if has_embeds else None
             (packed,) = to_device([layout.packed], table.device)
-            output = self.stepper.step(exact, views(packed, exact), layout.longest, tokens, adapted, given, slots)
+            output = self.stepper.step(
+                exact, views(packed, exact), layout.longest, tokens, adapted, input_embeds, slots
+            )
         return LaunchedStep(layout.sampling, output, requests, drafts)
 
     def _drafts(self, rows: Tensor, positions: Tensor) -> DraftedTokens:

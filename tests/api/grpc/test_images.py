@@ -173,7 +173,7 @@ def test_an_image_is_drawn_from_tensors() -> None:
             assert [update.step async for update in asked][-1] == 6
         [drawn] = engine.drawn
         assert drawn.prompt == []
-        for given in (drawn.given.prompt, drawn.given.negative):
+        for given in (drawn.conditioning.prompt, drawn.conditioning.negative):
             assert given is not None and given.array().tolist() == [[1, 2], [3, 4]]
 
     asyncio.run(scenario())

@@ -55,7 +55,7 @@ def test_every_image_is_drawn_from_them() -> None:
     assert response.status_code == 200, response.text
     for drawn in engine.drawn:
         assert drawn.prompt == []
-        for given in (drawn.given.prompt, drawn.given.negative):
+        for given in (drawn.conditioning.prompt, drawn.conditioning.negative):
             assert given is not None and given.array().tolist() == [[1, 2], [3, 4]]
     assert len(engine.drawn) == 2 and response.json()["usage"]["input_tokens"] == 0, "no token is computed"
 
@@ -64,7 +64,7 @@ def test_a_prompt_can_go_with_tensors_of_what_to_steer_away_from() -> None:
     engine = ScriptedEngine(images=PAINTER)
     assert ask(engine, prompt="ab", additional_information=NEGATIVE).status_code == 200
     [drawn] = engine.drawn
-    assert drawn.prompt == list(b"ab") and drawn.given.prompt is None and drawn.given.negative is not None
+    assert drawn.prompt == list(b"ab") and drawn.conditioning.prompt is None and drawn.conditioning.negative is not None
 
 
 LATENTS = {"tensor": {"data": encoded(1, 2, 3, 4), "shape": [1, 2, 2], "dtype": "float32"}}
@@ -77,8 +77,8 @@ def test_a_tensor_and_a_list_reach_the_stage_that_declares_them() -> None:
     assert response.status_code == 200, response.text
     [drawn] = engine.drawn
     assert drawn.image.steps == 3, "as many as there are sigmas"
-    assert drawn.given.values("sigmas") == [1, 0.5, 0.25]
-    latents = drawn.given.tensor("latents")
+    assert drawn.conditioning.values("sigmas") == [1, 0.5, 0.25]
+    latents = drawn.conditioning.tensor("latents")
     assert latents is not None and latents.array().tolist() == [[[1, 2], [3, 4]]]
 
 

@@ -14,10 +14,10 @@ from weft.api.body import LONG_BODY_BYTES, checked, off_loop, parse
 from weft.api.error_responses import error_body
 from weft.api.handler import Writer
 from weft.api.llamacpp.llamacpp_schema import (
-    GivenLlamaPrompt,
     InfillRequest,
     LlamaAnswer,
     LlamaCompletionRequest,
+    LlamaPrompt,
     LlamaSampling,
     completion_fields,
     llama_timings,
@@ -72,7 +72,7 @@ async def infill_endpoint(body: bytes, context: RequestContext) -> tuple[Sequenc
             param="input_suffix",
         )
 
-    prompts: list[GivenLlamaPrompt] = [await asyncio.to_thread(prompt)]
+    prompts: list[LlamaPrompt] = [await asyncio.to_thread(prompt)]
     return await _completion(request, prompts, served, context, is_long=len(body) > LONG_BODY_BYTES)
 
 
@@ -84,7 +84,7 @@ async def _chosen(context: RequestContext, request: LlamaSampling) -> ServedMode
 
 async def _completion(
     request: LlamaSampling,
-    prompts: Sequence[GivenLlamaPrompt],
+    prompts: Sequence[LlamaPrompt],
     served: ServedModel,
     context: RequestContext,
     *,
@@ -108,12 +108,12 @@ def _is_ids(prompt: list[Any]) -> bool:
     return all(type(item) is int for item in prompt)
 
 
-def _joined(prompts: Sequence[GivenLlamaPrompt], engine: Engine) -> list[GivenLlamaPrompt]:
+def _joined(prompts: Sequence[LlamaPrompt], engine: Engine) -> list[LlamaPrompt]:
     """Return the prompts, those of ids and texts as ids alone."""
     if not engine.abilities.tokens:
         raise tokens_unknown(engine, "Token ids beside text", "prompt")
     most, encode = max_encoded_tokens(engine), engine.text.tokenizer.encode
-    joined: list[GivenLlamaPrompt] = []
+    joined: list[LlamaPrompt] = []
     for prompt in prompts:
         engine.text.tokenizer.check_chars(sum(len(part) for part in prompt if isinstance(part, str)), most)
         ids: list[int] = []

@@ -12,11 +12,11 @@ from weft.api.openai.openai_schema import Items, Message, Name, Tool, stop_strin
 from weft.api.openai.tokenize import TokenizeRequest
 from weft.types import Timings, Usage
 
-GivenLlamaPrompt = str | list[int] | list[int | str]
+LlamaPrompt = str | list[int] | list[int | str]
 """Text, token ids, or one prompt of both."""
 
 
-def _prompts(value: object) -> list[GivenLlamaPrompt]:
+def _prompts(value: object) -> list[LlamaPrompt]:
     """Return one prompt or several. A list that has a number in it is one prompt."""
     if isinstance(value, str):
         return [value]
@@ -119,7 +119,7 @@ def completion_fields(request: LlamaSampling) -> dict[str, Any]:
 class LlamaCompletionRequest(LlamaSampling):
     """POST /completion"""
 
-    prompt: Annotated[list[GivenLlamaPrompt], PlainValidator(_prompts)]
+    prompt: Annotated[list[LlamaPrompt], PlainValidator(_prompts)]
 
 
 class InfillFile(Fields):

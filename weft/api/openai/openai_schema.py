@@ -69,7 +69,7 @@ def predicted_text(value: object, info: ValidationInfo) -> str:
     return text
 
 
-def prompts(value: object) -> list[GivenPrompt]:
+def prompts(value: object) -> list[PromptInput]:
     """Return one prompt or several, each a string or a list of token ids, with prompt embeds among them."""
     if isinstance(value, str):
         return [value]
@@ -183,7 +183,7 @@ class EmbedsPart(TensorField):
     type: Literal["prompt_embeds"] = "prompt_embeds"
 
 
-GivenPrompt = str | list[int] | tuple[list[int] | EmbedsPart, ...]
+PromptInput = str | list[int] | tuple[list[int] | EmbedsPart, ...]
 """A prompt as a client sends it: text, token ids, or segments of token ids and prompt embeds."""
 
 
@@ -534,7 +534,7 @@ class CompletionRequest(SamplingFields):
     place: ClassVar[str] = "completions"
 
     prompt: Annotated[
-        list[GivenPrompt],
+        list[PromptInput],
         PlainValidator(
             prompts,
             json_schema_input_type=str | list[str] | list[int | EmbedsPart] | list[list[int | EmbedsPart]],

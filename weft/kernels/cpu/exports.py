@@ -77,8 +77,8 @@ def step(job_at: int, layers: int, items: int, runs: int, thread: int) -> None:
     job = _job_at(job_at, 0)
     here = Here(job, _layer_at(layers, 0), items, runs, job.scratch + thread * job.scratch_stride)
     base = phases.embed(here, job.num_tokens, job.claims)
-    if job.num_given:
-        base = phases.place_given(here, job.num_given, base)
+    if job.num_embeds:
+        base = phases.place_embeds(here, job.num_embeds, base)
     for i in range(job.num_layers):
         here = Here(job, _layer_at(layers, i), items, runs, here.scratch)
         base = _attention(here, base)

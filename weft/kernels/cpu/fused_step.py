@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.batch import AttentionBatch, GivenRows, HeadShape
+from weft.kernels.batch import AttentionBatch, HeadShape, InputEmbeds
 from weft.kernels.cpu.compiled import kernels, part_of_step
 from weft.kernels.cpu.job import (
     CELLS,
@@ -46,7 +46,7 @@ Job = Callable[[int], None]
 class RankWork(Protocol):
     """The work of a step that all ranks of a model do together."""
 
-    def embed(self, tokens: Tensor, given: GivenRows | None = None) -> Tensor: ...
+    def embed(self, tokens: Tensor, input_embeds: InputEmbeds | None = None) -> Tensor: ...
 
     def all_reduce(self, tensor: Tensor) -> None: ...
 
@@ -174,11 +174,11 @@ class FusedStep:
         batch: AttentionBatch,
         rows: Tensor | None = None,
         adapted: Sequence[AdaptedRun] = (),
-        given: GivenRows | None = None,
+        input_embeds: InputEmbeds | None = None,
     ) -> Tensor:
         """The logits of the step's tokens, or of those at `rows`. Writes keys and values at batch.slots."""
         rows = torch.arange(len(tokens)) if rows is None else rows
-        return self.with_hidden(tokens, positions, batch, rows, _NONE, adapted, given)[0]
+        return self.with_hidden(tokens, positions, batch, rows, _NONE, adapted, input_embeds)[0]
 
     def with_hidden(
         self,
@@ -188,22 +188,24 @@ class FusedStep:
         rows: Tensor,
         hidden_rows: Tensor,
         adapted: Sequence[AdaptedRun] = (),
-        given: GivenRows | None = None,
+        input_embeds: InputEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The logits of the tokens at `rows`, and the final hidden states of those at `hidden_rows`."""
         if len(tokens) == 0:
             return torch.empty(0, self._vocab_size), torch.empty(0, self._hidden_size)
-        given_at, values = (_NONE, _NONE) if given is None else (given.at, given.values.float().contiguous())
+        embeds_at, values = (
+            (_NONE, _NONE) if input_embeds is None else (input_embeds.at, input_embeds.values.float().contiguous())
+        )
         inputs = [
             t.to(torch.int64).contiguous()
-            for t in (tokens, positions, batch.slots, batch.block_tables, rows, hidden_rows, given_at)
+            for t in (tokens, positions, batch.slots, batch.block_tables, rows, hidden_rows, embeds_at)
         ]
         items = np.array(list(_attention_items(batch, self._tile_tokens)), ITEM)
         run_tokens, runs, max_rank = self._runs(adapted)
         num_parts = int(items["part"].max(initial=-1)) + 1
         self._check(batch, *inputs)
-        if values.numel() != len(given_at) * self._hidden_size:
-            raise IndexError(f"Each of a step's {len(given_at)} given rows must have {self._hidden_size} values.")
+        if values.numel() != len(embeds_at) * self._hidden_size:
+            raise IndexError(f"Each of a step's {len(embeds_at)} input embeds must have {self._hidden_size} values.")
         logits = torch.empty(len(rows), self._vocab_size)
         hidden = torch.empty(len(hidden_rows), self._hidden_size)
 
@@ -225,9 +227,9 @@ class FusedStep:
                 hidden_at=_address(inputs[5]),
                 num_hidden=len(hidden_rows),
                 hidden=_address(hidden),
-                given_at=_address(inputs[6]),
-                num_given=len(given_at),
-                given=_address(values),
+                embeds_at=_address(inputs[6]),
+                num_embeds=len(embeds_at),
+                embeds=_address(values),
                 num_runs=len(runs),
                 run_tokens=run_tokens.ctypes.data,
                 shrunk_stride=max_rank,
@@ -274,7 +276,7 @@ class FusedStep:
 
     def _check(
         self, batch: AttentionBatch, tokens: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor,
-        hidden_rows: Tensor, given_at: Tensor,
+        hidden_rows: Tensor, embeds_at: Tensor,
     ) -> None:  # fmt: skip
         """Native code reads and writes where it is told to: nothing may point outside."""
         num_blocks, block_size = self._kv_cache[0].shape[:2]
@@ -285,7 +287,7 @@ class FusedStep:
             ("block tables", tables, num_blocks),
             ("rows", rows, len(tokens)),
             ("rows of hidden states", hidden_rows, len(tokens)),
-            ("places of given rows", given_at, len(tokens)),
+            ("places of input embeds", embeds_at, len(tokens)),
         )
         for name, tensor, limit in limits:
             values = tensor.numpy()
@@ -358,9 +360,9 @@ class RankStep(FusedStep):
         rows: Tensor,
         hidden_rows: Tensor,
         adapted: Sequence[AdaptedRun] = (),
-        given: GivenRows | None = None,
+        input_embeds: InputEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]:
-        self._embedded = self._ranks.embed(tokens, given)
+        self._embedded = self._ranks.embed(tokens, input_embeds)
         logits, hidden = super().with_hidden(torch.zeros_like(tokens), positions, batch, rows, hidden_rows, adapted)
         return self._ranks.gathered(logits), hidden
 

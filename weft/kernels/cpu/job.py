@@ -43,7 +43,7 @@ JOB = np.dtype(
         *_integers("num_tokens tokens positions slots num_items num_parts tables table_stride num_outputs outputs"),
         *_integers("num_hidden hidden_at num_runs run_tokens"),
         # Rows that stand in the place of tokens' embeddings.
-        *_integers("num_given given_at given"),
+        *_integers("num_embeds embeds_at embeds"),
         # What passes from one phase to the next, and what comes out.
         *_integers("residual x qkv attended gate_up gated y parts logits hidden shrunk shrunk_stride"),
         # The input of a quantised weight: whole numbers, the scales of blocks, and their sums.

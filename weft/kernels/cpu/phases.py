@@ -102,12 +102,12 @@ def embed(here: Here, token: int) -> None:
 
 
 @spread
-def place_given(here: Here, index: int) -> None:
-    """Put a given row in the place of a token's embedding."""
+def place_embeds(here: Here, index: int) -> None:
+    """Put a row of input embeds in the place of a token's embedding."""
     job = here.job
     size = job.hidden_size
-    target = at(floats(job.residual), ints(job.given_at)[index] * size)
-    row_ops.copy(at(floats(job.given), index * size), target, size)
+    target = at(floats(job.residual), ints(job.embeds_at)[index] * size)
+    row_ops.copy(at(floats(job.embeds), index * size), target, size)
 
 
 @inner

@@ -64,9 +64,9 @@ class DiffusersPipeline:
         return _num_bytes(self._tables.values()) + sum(_num_bytes(part.parameters()) for part in parts)
 
     def prepare(self, admission: DenoiseAdmission) -> tuple[DiffusersImage, Tensor]:
-        params, given, checkpoint = admission.image, admission.given, admission.checkpoint
+        params, conditioning, checkpoint = admission.image, admission.conditioning, admission.checkpoint
         family, device = self.family, self.family.device
-        schedule = {name: values for name in (SIGMAS, TIMESTEPS) if (values := given.values(name)) is not None}
+        schedule = {name: values for name in (SIGMAS, TIMESTEPS) if (values := conditioning.values(name)) is not None}
         scheduler = family.schedule(params.steps, schedule, first=admission.first_step)
         if checkpoint is not None:
             _, *remembered = torch.split(checkpoint_tensors(checkpoint, self.latent_shape).to(device), 1)
@@ -78,9 +78,9 @@ class DiffusersPipeline:
             scale=torch.tensor(params.guidance_scale, device=device),
             schedulers=[scheduler] * KEPT_STATES,
         )
-        for number, embeds in enumerate((given.prompt, given.negative)[: params.passes]):
+        for number, embeds in enumerate((conditioning.prompt, conditioning.negative)[: params.passes]):
             if embeds is not None:
-                pooled = given.tensor(POOLED_EMBEDS[number])
+                pooled = conditioning.tensor(POOLED_EMBEDS[number])
                 sent = self._sent(embeds), None if pooled is None else self._sent(pooled)
                 self._place(image, number, family.client_prompt(*sent))
         return image, first_latents(admission, self.latent_shape)

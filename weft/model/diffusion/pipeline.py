@@ -65,8 +65,8 @@ def first_latents(admission: DenoiseAdmission, shape: Sequence[int]) -> Tensor:
     """Return the latents of an image's checkpoint, else those that its client sent, else the noise of its seed."""
     if admission.checkpoint is not None:
         return checkpoint_tensors(admission.checkpoint, shape)[0]
-    given = admission.given.tensor(LATENTS)
-    return flow.noise(admission.image.seed, shape) if given is None else client_tensor(given).float()
+    latents = admission.conditioning.tensor(LATENTS)
+    return flow.noise(admission.image.seed, shape) if latents is None else client_tensor(latents).float()
 
 
 def checkpoint_tensors(checkpoint: LatentCheckpoint, shape: Sequence[int]) -> Tensor:

@@ -94,7 +94,7 @@ class DitPipeline:
 
     def prepare(self, admission: DenoiseAdmission) -> tuple[DitImage, Tensor]:
         params, config = admission.image, self.model.config
-        sigmas = admission.given.values(SIGMAS)
+        sigmas = admission.conditioning.values(SIGMAS)
         times = flow.times(params.steps, config.shift).tolist() if sigmas is None else [*map(float, sigmas), 0.0]
         embeds = admission.prompt, admission.negative
         for placed in embeds:
