@@ -23,7 +23,7 @@ def _doc(text: str, **limits: Any) -> Meta:
 
 
 class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """The options of the model that is loaded."""
+    """Which model is loaded, and how."""
 
     model: Annotated[
         str, _doc("A name from `weft models`, a GGUF file, a Hugging Face directory or hub id, or modelscope:ORG/NAME.")
@@ -91,7 +91,7 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """The options of the engine that runs the model."""
+    """Which engine runs the model, and its settings."""
 
     engine: Annotated[
         str,
@@ -173,7 +173,7 @@ CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 
 
 class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """The options by which requests share the engine's steps."""
+    """How requests share the engine's steps."""
 
     max_num_seqs: Annotated[
         int,
@@ -271,7 +271,7 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """The options by which the engine process is supervised."""
+    """How the engine process is supervised."""
 
     start_timeout_s: Annotated[float, _doc("Seconds until the engine must be ready.", gt=0)] = 600.0
     heartbeat_timeout_s: Annotated[float, _doc("An engine silent for so many seconds is replaced.", gt=0)] = 10.0
@@ -394,7 +394,7 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """The limits of what clients may ask for, over HTTP and gRPC alike."""
+    """How much clients may ask for, over HTTP and gRPC alike."""
 
     max_requests_per_minute_per_key: Annotated[
         int, _doc("More are answered 429; without keys it holds for all clients together; 0: no limit.", ge=0)
