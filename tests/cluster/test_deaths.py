@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -74,6 +74,17 @@ def num_moved(edge: Edge) -> int:
     return sum(map(int, re.findall(r"(\d+) requests move", "".join(edge.log))))
 
 
+def check_moves(edge: Edge, disturb: Callable[[], None]) -> None:
+    """Disturb a replica until streams have moved from it. One that has none when it is disturbed shows nothing."""
+    before = num_moved(edge)
+
+    def has_moved() -> bool:
+        disturb()
+        return num_moved(edge) > before
+
+    wait_until(has_moved, "moved requests in the log")
+
+
 @pytest.fixture(scope="module")
 def shared(long_model: Path, cluster_key: Path) -> Iterator[Two]:
     with Two(long_model, cluster_key) as both:
@@ -103,20 +114,26 @@ def test_an_engine_is_killed(both: Two, expected: Answer) -> None:
 
 
 def test_a_replica_is_killed(both: Two, expected: Answer) -> None:
-    before, streams = num_moved(both.edge), both.streams()
-    both.replicas[0].kill()
-    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
-    wait_until(lambda: num_moved(both.edge) > before, "moved requests in the log")
+    def kill() -> None:
+        both.mend()
+        streams = both.streams()
+        both.replicas[0].kill()
+        assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+
+    check_moves(both.edge, kill)
 
 
 def test_an_engine_is_given_up(shared: Two, expected: Answer) -> None:
     """A replica that has no engine any more ends, and tells no client of it."""
-    shared.with_first(*PATIENT, "--max-restarts", "0")
-    before, streams = num_moved(shared.edge), shared.streams()
-    os.kill(shared.replicas[0].engine_pid, signal.SIGKILL)
-    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
-    assert shared.replicas[0].process.wait(PATIENCE) == 1
-    wait_until(lambda: num_moved(shared.edge) > before, "moved requests in the log")
+
+    def kill_engine() -> None:
+        shared.with_first(*PATIENT, "--max-restarts", "0")
+        streams = shared.streams()
+        os.kill(shared.replicas[0].engine_pid, signal.SIGKILL)
+        assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+        assert shared.replicas[0].process.wait(PATIENCE) == 1
+
+    check_moves(shared.edge, kill_engine)
 
 
 def test_an_engine_hangs(shared: Two, expected: Answer) -> None:
@@ -127,12 +144,16 @@ def test_an_engine_hangs(shared: Two, expected: Answer) -> None:
 
 
 def test_a_replica_hangs(both: Two, brief: Edge, expected: Answer) -> None:
-    brief.wait_connected(2)
-    before, streams = num_moved(brief), both.streams(brief)
-    both.replicas[0].process.send_signal(signal.SIGSTOP)
-    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
-    wait_until(lambda: num_moved(brief) > before, "moved requests in the log")
-    both.replicas[0].process.send_signal(signal.SIGCONT)
+    def stop() -> None:
+        brief.wait_connected(2)
+        streams = both.streams(brief)
+        both.replicas[0].process.send_signal(signal.SIGSTOP)
+        try:
+            assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+        finally:
+            both.replicas[0].process.send_signal(signal.SIGCONT)
+
+    check_moves(brief, stop)
     brief.wait_connected(2)
     # What it goes on with is of requests that are elsewhere now: they are aborted, and their tokens reach nobody.
     assert both.stream(brief).answer() == expected
@@ -140,12 +161,16 @@ def test_a_replica_hangs(both: Two, brief: Edge, expected: Answer) -> None:
 
 @pytest.mark.parametrize("cut", ["reset", "silence"])
 def test_the_network_is_cut(both: Two, brief: Edge, expected: Answer, cut: str) -> None:
-    brief.wait_connected(2)
-    before, streams = num_moved(brief), both.streams(brief)
-    getattr(both.proxies[0], cut)()
-    assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
-    wait_until(lambda: num_moved(brief) > before, "moved requests in the log")
-    both.proxies[0].resume()
+    def cut_off() -> None:
+        brief.wait_connected(2)
+        streams = both.streams(brief)
+        getattr(both.proxies[0], cut)()
+        try:
+            assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+        finally:
+            both.proxies[0].resume()
+
+    check_moves(brief, cut_off)
     brief.wait_connected(2)
 
 
