@@ -61,7 +61,7 @@ class DenseModel:
         ).to(device)
 
     def embed(self, tokens: Tensor, input_embeds: InputEmbeds | None = None) -> Tensor:
-        """Return the embeddings of tokens, and the input_embeds rows in the place of some."""
+        """Return the embeddings of tokens, and the input embeds in the place of some."""
         embedding = self.weights.embedding
         embedded = embedding[tokens] if isinstance(embedding, Tensor) else embedding.rows(tokens)
         if input_embeds is not None:
