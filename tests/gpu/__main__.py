@@ -22,7 +22,7 @@ ENGINES_WITH_RANKS = 3
 
 def run_pytest(tests: list[str], options: list[str]) -> tuple[int, str]:
     """Run tests, each printed as it ends. Return the exit code and all that pytest wrote."""
-    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", *options, *tests]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--verbosity=1", *options, *tests]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         for line in running.stdout:
@@ -33,7 +33,7 @@ def run_pytest(tests: list[str], options: list[str]) -> tuple[int, str]:
 
 
 def shares(processes: int, tests: list[str], options: list[str]) -> list[list[str]]:
-    _, listed = run_pytest([*tests, "--collect-only", "-qq"], options)
+    _, listed = run_pytest([*tests, "--collect-only", "--verbosity=-1"], options)
     names = [line for line in listed.splitlines() if "::" in line]
     return [names[first::processes] for first in range(min(processes, len(names)))]
 
