@@ -1171,6 +1171,7 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_attention, heads, [1] * 150, [(i * 37) % 400 + 1 for i in range(150)], BF16)
         add(check_attention, heads, [128], [128], BF16)
         add(check_attention, heads, [700, 513, 64], [700, 1500, 64], BF16)
+        add(check_attention, heads, [250, 3, 250], [2500, 3, 700], BF16)
         add(check_attention, heads, [1, 5, 800, 128], [300, 5, 1551, 4000], FP16)
         add(check_padded_step, heads, [1, 1, 900, 17], [400, 16, 2000, 100], BF16, (8, 16, 1024))
         add(check_attention, heads, [1, 1, 1, 300, 17], [4095, 16, 900, 300, 1000], FP16)

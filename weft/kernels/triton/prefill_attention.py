@@ -27,6 +27,9 @@ from weft.switches import is_on
 _LOG2_E = 1.4426950408889634
 _LEAST = tl.constexpr(-1.0e30)
 _MANY_ROWS = 768
+_WIDE_ROWS = 384
+"""Rows from which the kernel of compute capability 9 is used. It takes half the time where the context is long, and as
+much where it is short; only prompts of some 50 tokens, which leave most of its tiles empty, take longer."""
 
 
 class PrefillConfig(NamedTuple):
@@ -211,7 +214,7 @@ def prefill_attention(
     words = kv.scales.view(torch.int32) if isinstance(kv, Fp8Cache) else numbers
     if not numbers.is_contiguous() or qkv.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("rows and the cache must be contiguous")
-    if num_rows >= _MANY_ROWS and not is_fp8 and _is_wide(qkv, heads, numbers):
+    if num_rows >= _WIDE_ROWS and not is_fp8 and _is_wide(qkv, heads, numbers):
         from weft.kernels.triton.wide_prefill import wide_prefill_attention
 
         scale = heads.scale * _LOG2_E
