@@ -308,3 +308,10 @@ def test_beside_decodes_a_step_has_the_tokens_there_is_time_for_however_long_dec
     simulation.add(request("long", [2] * 9000, 1))
     simulation.run()
     assert sizes[1:10] == [256, 256, 256, *[2048] * 5, 256 + 9000 - 5 * (2048 - 256)]
+    # That last step took longer for each of its tokens, but tells nothing of the next prompt.
+    sizes.clear()
+    simulation.add(request("few", [3], 20))
+    simulation.step()
+    simulation.add(request("next", [4] * 9000, 1))
+    simulation.run()
+    assert sizes[1:5] == [2048] * 4

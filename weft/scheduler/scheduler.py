@@ -211,12 +211,14 @@ class Scheduler:
             # A step that was planned while another was under way began when that one ended.
             seconds = now - max(promised.planned_at, self._applied_at)
             # A step that only prefills may have no result that is waited for; decodes alone tell nothing of prompts.
-            counts = {row.count for row in plan.rows if not row.draft}
-            is_mixed = 1 in counts and len(counts) > 1
+            undrafted = [row.count for row in plan.rows if not row.draft]
+            decodes = undrafted.count(1)
+            is_mixed = 0 < decodes < len(undrafted)
             if self.limits.max_step_seconds or is_mixed:
                 before = sum(row.count * (row.start + row.count / 2) for row in plan.rows) / max(1, plan.num_tokens)
                 self.pace.took(plan.num_tokens, seconds, before)
-                if is_mixed:
+                # Of many decodes beside few prompt tokens the time is theirs: each reads a context of its own.
+                if is_mixed and decodes * 4 <= plan.num_tokens:
                     self.mixed_pace.took(plan.num_tokens, seconds, before)
         self._applied_at = now
         return brought
