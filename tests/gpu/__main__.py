@@ -35,6 +35,8 @@ def run_pytest(tests: list[str], options: list[str]) -> tuple[int, str]:
 def shares(processes: int, tests: list[str], options: list[str]) -> list[list[str]]:
     _, listed = run_pytest([*tests, "--collect-only", "--verbosity=-1"], options)
     names = [line for line in listed.splitlines() if "::" in line]
+    if not names:
+        print(f"No tests were found:\n{listed}", flush=True)
     return [names[first::processes] for first in range(min(processes, len(names)))]
 
 

@@ -47,6 +47,9 @@ def victim(running: Sequence[RowCursor], planned: Collection[RowCursor]) -> RowC
     return None
 
 
+MOST_DECODES = 1 / 4
+"""A step of which more tokens are decodes does not tell what a prompt's token costs: each decode reads a context of its
+own, and the time is theirs."""
 LEAST_TOKENS = 16
 FIRST_TOKENS = 32
 """Tokens of the first step whose time is bounded, when it is not known how long one takes."""

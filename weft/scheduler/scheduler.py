@@ -217,8 +217,7 @@ class Scheduler:
             if self.limits.max_step_seconds or is_mixed:
                 before = sum(row.count * (row.start + row.count / 2) for row in plan.rows) / max(1, plan.num_tokens)
                 self.pace.took(plan.num_tokens, seconds, before)
-                # Of many decodes beside few prompt tokens the time is theirs: each reads a context of its own.
-                if is_mixed and decodes * 4 <= plan.num_tokens:
+                if is_mixed and decodes <= policy.MOST_DECODES * plan.num_tokens:
                     self.mixed_pace.took(plan.num_tokens, seconds, before)
         self._applied_at = now
         return brought
