@@ -222,7 +222,7 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_no_keys(monkeypatch
     assert engine_environment()["PATH"] == os.environ["PATH"]
 
 
-@pytest.mark.parametrize("how", ["one by one", "all at once"])
+@pytest.mark.parametrize("how", ["one by one", "all at once", "outlines"])
 def test_modules_of_torch_that_no_engine_uses_are_imported_when_they_are_used(
     how: str, lasting: ForkServer, capfd: pytest.CaptureFixture[str]
 ) -> None:

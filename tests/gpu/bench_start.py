@@ -78,7 +78,7 @@ def main(folder: str, quantization: str = "") -> None:
     note("CUDA is initialised")
     owners = {
         worker: ("load_weights", "measured", "_stepper", "StepGraphs"),
-        CompileAhead: ("__init__", "wait_for_largest", "wait"),
+        CompileAhead: ("__init__", "wait_for_largest", "wait_for_eager"),
         Runner: ("prepare",),
         memory_profile: ("compute",),
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import select
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +13,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.waiting import wait_until
 from weft.kernels.fp8 import E4M3
 from weft.model.dense import DenseConfig
 from weft.model.dense_lora import AdapterSlots
 from weft.model.loader import LinearLoading
 from weft.model.shard import WHOLE, Shard
 from weft.plan import Limits, Row
-from weft.worker.compile_ahead import NUMBER, FutureSteps, computed, in_processes
+from weft.worker import compile_ahead
+from weft.worker.compile_ahead import CompileAhead, FutureSteps, computed, in_processes
 from weft.worker.inputs import exact_shape
 
 GEOMETRY = DenseConfig(
@@ -35,15 +39,32 @@ def test_every_task_is_done_once_by_one_of_several_processes(tmp_path: Path) -> 
         with (tmp_path / str(number)).open("x") as file:
             file.write(str(os.getpid()))
 
-    reports, ours = os.pipe()
-    in_processes([partial(leave, number) for number in range(300)], 3, ours)
-    os.close(ours)
-    with os.fdopen(reports, "rb") as told:
-        assert sorted(number for (number,) in NUMBER.iter_unpack(told.read())) == list(range(300))
+    tasks = [partial(leave, number) for number in range(300)]
+    pipes = [os.pipe() for _ in range(2)]
+    in_processes([tasks[:100], tasks[100:]], [ours for _, ours in pipes], 3)
+    assert [os.read(told, 1) for told, _ in pipes] == [b"", b""]
     done = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert done.keys() == {str(number) for number in range(300)}
     assert str(os.getpid()) not in done.values()
     assert 1 <= len(set(done.values())) <= 3
+
+
+def test_the_end_of_a_group_is_told_while_the_next_one_goes_on(tmp_path: Path) -> None:
+    pipes = [os.pipe() for _ in range(2)]
+
+    def block() -> None:
+        wait_until((tmp_path / "released").exists)
+
+    groups = [[(tmp_path / str(number)).touch for number in range(20)], [block] * 5]
+    running = threading.Thread(target=in_processes, args=(groups, [ours for _, ours in pipes], 3))
+    running.start()
+    (first, _), (second, _) = pipes
+    assert os.read(first, 1) == b""
+    assert len(list(tmp_path.iterdir())) == 20
+    assert not select.select([second], [], [], 0)[0]
+    (tmp_path / "released").touch()
+    assert os.read(second, 1) == b""
+    running.join()
 
 
 def test_a_task_that_fails_is_told_and_the_others_are_done(tmp_path: Path) -> None:
@@ -51,9 +72,36 @@ def test_a_task_that_fails_is_told_and_the_others_are_done(tmp_path: Path) -> No
         raise ValueError("no compiler")
 
     tasks = [fail, *((tmp_path / str(number)).touch for number in range(20))]
-    with (tmp_path.parent / "told").open("wb") as told, pytest.raises(ChildProcessError, match="1 of 2"):
-        in_processes(tasks, 2, told.fileno())
+    _, ours = os.pipe()
+    with pytest.raises(ChildProcessError, match="1 of 2"):
+        in_processes([tasks], [ours], 2)
     assert len(list(tmp_path.iterdir())) == 20
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_an_engine_is_ready_before_captured_steps_are_compiled(
+    exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_little(steps: object, capability: object, largest: int, eager: int, captured: int) -> None:
+        os.close(largest)
+        os.close(eager)
+        wait_until((tmp_path / "released").exists)
+        os._exit(exit_code)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_ahead, "has_triton", lambda: True)
+    monkeypatch.setattr(compile_ahead, "_compile", compile_little)
+    hashing = threading.Thread()
+    hashing.start()
+    compiling = CompileAhead([], (9, 0), hashing)
+    compiling.wait_for_largest()
+    compiling.wait_for_eager()
+    assert not compiling.is_done()
+    assert not list(tmp_path.glob("weft-*"))
+    (tmp_path / "released").touch()
+    compiling.wait()
+    assert compiling.is_done()
+    assert len(list(tmp_path.glob("weft-*"))) == 1 - exit_code
 
 
 @pytest.mark.parametrize(
@@ -82,6 +130,7 @@ def test_the_kernels_of_steps_are_found_without_a_gpu(
     steps = FutureSteps(GEOMETRY, torch.bfloat16, kv_dtype, linears, linears == "dequantise", LIMITS, 64, shard=shard)
     with recorded_launches((9, 0)) as launches, torch.inference_mode():
         steps.compute()
+        steps.compute_captured()
     assert expected | {"_norm_kernel", "_threshold_kernel", "_row_kernel"} <= {one.kernel.__name__ for one in launches}
     assert len(set(launches)) == len(launches)
     # Numbers are unpacked as a GPU does it, not as the interpreter.

@@ -58,10 +58,16 @@ def scales_of(floats: FloatWeight | FloatRows) -> Tensor | None:
     return None if isinstance(floats, Tensor) else floats.scales
 
 
+def largest(x: Tensor) -> Tensor:
+    """Return the largest absolute value of each row."""
+    least, most = x.aminmax(dim=-1)
+    return torch.maximum(most, -least)
+
+
 def quantise_rows(x: Tensor) -> Fp8Rows:
     """Return x [rows, columns] as e4m3. What is no number stays so."""
     wide = x.float()
-    scales = (wide.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp_min(SMALLEST_SCALE)
+    scales = (largest(wide)[..., None] / E4M3_MAX).clamp_min(SMALLEST_SCALE)
     return Fp8Rows((wide / scales).to(E4M3), scales)
 
 

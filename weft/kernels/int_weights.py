@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels.fp8 import E4M3_MAX, SMALLEST_SCALE
+from weft.kernels.fp8 import E4M3_MAX, SMALLEST_SCALE, largest
 
 TILE, BLOCK, QUARTERS = 64, 128, 4
 GROUP = 128
@@ -24,6 +24,8 @@ MIDDLE = 8
 """The zero of weights of four bits without zeros of their own."""
 MOST = 15
 MOST_INT8 = 127
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""In the place of the scale of a group of zeros."""
 
 
 class IntGroups(NamedTuple):
@@ -83,8 +85,8 @@ class IntWeight(NamedTuple):
         """Return a weight of four bits with scales for its rows, by which no number is too large for e4m3."""
         scales = _by_row(self.scales).float()
         zeros = torch.full_like(scales, MIDDLE) if self.zeros is None else _by_row(self.zeros).float()
-        largest = (scales * torch.maximum(zeros, MOST - zeros)).amax(1)[: self.shape[0]]
-        return self._replace(row_scales=(largest / E4M3_MAX).clamp_min(SMALLEST_SCALE)[None])
+        most = (scales * torch.maximum(zeros, MOST - zeros)).amax(1)[: self.shape[0]]
+        return self._replace(row_scales=(most / E4M3_MAX).clamp_min(SMALLEST_SCALE)[None])
 
     def dequantised(self) -> Tensor:
         """Return the weight as floats, [out, in]."""
@@ -123,7 +125,7 @@ def pack(groups: IntGroups, dtype: torch.dtype) -> IntWeight:
     split = split.permute(0, 4, 5, 7, 1, 3, 9, 2, 8, 10, 6)
     words = split[..., 0].to(torch.int32)
     for at in range(1, 16 // bits):
-        words = words | split[..., at].to(torch.int32) << bits * at
+        words = words | split[..., at].to(torch.int32) * (1 << bits * at)
     more_groups = max(0, padded.shape[1] // group_size - scales.shape[1])
 
     def laid(by_row: Tensor | None) -> Tensor | None:
@@ -173,7 +175,7 @@ def quantised_groups(weight: Tensor) -> IntGroups:
     groups = F.pad(weight.float(), (0, -num_columns % GROUP)).view(num_rows, -1, GROUP)
     least, most = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     scales = ((most - least) / MOST).to(weight.dtype).float()
-    inverse = 1 / scales.where(scales > 0, 1)
+    inverse = 1 / scales.clamp_min(_SMALLEST)
     zeros = (-least * inverse).round().clamp(0, MOST)
     numbers = (groups * inverse[..., None] + zeros[..., None]).round_().clamp_(0, MOST).to(torch.uint8)
     return IntGroups(numbers.view(num_rows, -1)[:, :num_columns], scales, zeros, GROUP)
@@ -185,7 +187,7 @@ def int8_rows(weight: Tensor, group_size: int = 0, dtype: torch.dtype | None = N
     num_rows, num_columns = weight.shape
     size = group_size or num_columns
     groups = weight.float().view(num_rows, -1, size)
-    scales = (groups.abs().amax(-1) / MOST_INT8).to(dtype or weight.dtype).float()
-    inverse = 1 / scales.where(scales > 0, 1)
+    scales = (largest(groups) / MOST_INT8).to(dtype or weight.dtype).float()
+    inverse = 1 / scales.clamp_min(_SMALLEST)
     numbers = (groups * inverse[..., None]).round_().clamp_(-MOST_INT8, MOST_INT8).to(torch.int8)
     return IntGroups(numbers.view(num_rows, -1), scales, None, size)

@@ -3,6 +3,9 @@
 Which kernels there will be is found out without a GPU: the usual steps are computed once on tensors without memory, on
 a model of two layers, and what they launch is recorded. What is compiled lies in Triton's cache then, where the engine
 finds it. A kernel that was not foreseen is compiled when it is launched.
+
+The kernels of the largest step come first: the memory profile needs them. Then come those of all other steps, without
+which no engine is ready, and last those of captured steps: they are compiled while the first requests are answered.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import select
 import struct
 import sys
 import threading
@@ -52,7 +56,8 @@ ROW_COUNTS = (32, 64, 128, 192, 256, 384, 768)
 """Numbers of tokens that together have every tiling that kernels choose by their rows; the warm-up has smaller and
 larger ones."""
 NUMBER = struct.Struct("i")
-"""What goes through pipes."""
+"""The number of a task, as it goes through a pipe."""
+NO_PIPE = -1
 
 
 class FutureSteps(NamedTuple):
@@ -80,24 +85,25 @@ class FutureSteps(NamedTuple):
         _sample(_computed_rows(stepper, largest_step(self.limits).rows), stepper.model.ops)
 
     def compute(self) -> None:
-        """Compute every step once on tensors without memory."""
-        from weft.kernels.triton.launch import overlapping_launches
-
+        """Compute every step that is not captured once on tensors without memory."""
         stepper = self.stepper()
         for slots in self._slots(stepper.model):
             for rows in [*warm_up_rows(stepper.table), *_rows_of_tilings(stepper.table)]:
                 output = _computed_rows(stepper, rows, slots)
+        _sample(output, stepper.model.ops)
+
+    def compute_captured(self) -> None:
+        """Compute every captured step once on tensors without memory."""
+        from weft.kernels.triton.launch import overlapping_launches
+
+        stepper = self.stepper()
+        for slots in self._slots(stepper.model):
             with overlapping_launches():
                 for shape in graph_shapes(self.most_decodes, with_prefills=self.with_prefills):
                     computed(stepper, shape, self.limits.max_model_len, slots)
-        _sample(output, stepper.model.ops)
 
     def stepper(self) -> Stepper:
         """Return a stepper of a model of two layers, without memory."""
-        if self.linears != "dequantise":
-            # Some ops of quantisation know such tensors from there alone, and the engine does without it.
-            from torch._meta_registrations import register_meta  # noqa: F401
-
         limits, geometry = self.limits, replace(self.geometry, num_layers=2)
         files = ModelFiles(name="", path=Path(), kind="dummy", weight_files=[])
         weights = load_weights(
@@ -185,11 +191,13 @@ class TritonHash(threading.Thread):
 
 
 class CompileAhead:
-    """A process that finds out which kernels there will be, and compiles them in others."""
+    """A process that finds out which kernels there will be, and compiles them in others. What is left of them is told
+    by pipes, which close."""
 
     def __init__(self, steps: Sequence[FutureSteps], capability: tuple[int, int], hashing: threading.Thread) -> None:
         self._began = time.monotonic()
-        self._pid = self._reports = 0
+        self._pid = 0
+        self._largest = self._eager = self._captured = NO_PIPE
         hashing.join()
         # Weft's own engines have a folder. Elsewhere, as in tests, kernels are compiled as they are launched.
         folder = os.environ.get("TRITON_CACHE_DIR")
@@ -197,31 +205,50 @@ class CompileAhead:
             return
         self._done = Path(folder, f"weft-{_digest(steps, capability)}")
         if not self._done.exists():
-            self._reports, theirs = os.pipe()
-            self._pid = _forked(lambda: _compile(steps, capability, theirs), keep=[theirs])
-            os.close(theirs)
+            (self._largest, self._eager, self._captured), theirs = zip(*(os.pipe() for _ in range(3)), strict=True)
+            self._pid = _forked(lambda: _compile(steps, capability, *theirs), keep=theirs)
+            for pipe in theirs:
+                os.close(pipe)
 
     def wait_for_largest(self) -> None:
         """Wait until the kernels of the largest step are compiled."""
-        if self._pid and (count := os.read(self._reports, NUMBER.size)):
-            left = set(range(*NUMBER.unpack(count)))
-            while left and (number := os.read(self._reports, NUMBER.size)):
-                left.discard(*NUMBER.unpack(number))
+        self._largest = _closed(self._largest)
 
-    def wait(self) -> None:
-        """Wait until all is compiled. Where it cannot be, kernels are compiled as they are launched."""
-        if not self._pid:
-            return
-        while os.read(self._reports, 4096):
-            pass
-        os.close(self._reports)
+    def wait_for_eager(self) -> None:
+        """Wait until the kernels of all steps are compiled that are not captured."""
+        self.wait_for_largest()
+        self._eager = _closed(self._eager)
+
+    def is_done(self, timeout_s: float = 0.0) -> bool:
+        """Return whether all is compiled, after a wait of at most so long. Where it cannot be, kernels are compiled as
+        they are launched."""
+        if self._captured == NO_PIPE:
+            return True
+        if not select.select([self._captured], [], [], timeout_s)[0]:
+            return False
+        self.wait_for_eager()
+        self._captured = _closed(self._captured)
         _, status = os.waitpid(self._pid, 0)
-        self._pid = 0
         if os.waitstatus_to_exitcode(status):
             log.warning("Kernels could not be compiled ahead: the first steps of each kind take longer.")
-            return
-        log.info("Kernels for this GPU were compiled, once: %.1f s.", time.monotonic() - self._began)
-        self._done.touch(0o600)
+        else:
+            log.info("Kernels for this GPU were compiled, once: %.1f s.", time.monotonic() - self._began)
+            self._done.touch(0o600)
+        return True
+
+    def wait(self) -> None:
+        """Wait until all is compiled."""
+        while not self.is_done(60.0):
+            pass
+
+
+def _closed(pipe: int) -> int:
+    """Wait until nobody has a pipe's other end, close this one, and return NO_PIPE."""
+    if pipe != NO_PIPE:
+        while os.read(pipe, 1):
+            pass
+        os.close(pipe)
+    return NO_PIPE
 
 
 def _digest(steps: Sequence[FutureSteps], capability: tuple[int, int]) -> str:
@@ -235,38 +262,61 @@ def _digest(steps: Sequence[FutureSteps], capability: tuple[int, int]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(steps: Sequence[FutureSteps], capability: tuple[int, int], reports: int) -> None:
-    from weft.kernels.triton.launch import compile_utilities, recorded_launches
+def _compile(
+    steps: Sequence[FutureSteps], capability: tuple[int, int], largest: int, eager: int, captured: int
+) -> None:
+    """Compile the kernels of steps, and close each pipe when those that it stands for are there."""
+    from weft.kernels.triton.launch import RecordedLaunch, compile_utilities, recorded_launches
 
     # Ops on tensors without memory import torch's compiler, which takes seconds, to tell it to keep away from them.
     sys.modules["torch._dynamo"] = dynamo = ModuleType("torch._dynamo")
     dynamo.disable = lambda function, *_, **options: function  # type: ignore[attr-defined]
-    with recorded_launches(capability) as first, torch.inference_mode():
-        for one in steps:
-            one.compute_largest()
-    with recorded_launches(capability) as others, torch.inference_mode():
-        for one in steps:
-            one.compute()
-    launches = dict.fromkeys([*first, *others])
-    os.write(reports, NUMBER.pack(1 + len(first)))
-    in_processes([compile_utilities, *(one.compile for one in launches)], len(os.sched_getaffinity(0)), reports)
+    known = dict[RecordedLaunch, None]()
+
+    def new_of(compute: Callable[[FutureSteps], None]) -> list[Callable[[], None]]:
+        """Return the tasks of compiling what this launches and what came before did not."""
+        with recorded_launches(capability) as launches, torch.inference_mode():
+            for one in steps:
+                compute(one)
+        new = [one for one in launches if one not in known]
+        known.update(dict.fromkeys(new))
+        return [one.compile for one in new]
+
+    num_processes = len(os.sched_getaffinity(0))
+    first = [compile_utilities, *new_of(FutureSteps.compute_largest)]
+    # While these are compiled the others are found.
+    pid = _forked(lambda: in_processes([first], [largest], num_processes), keep=[largest])
+    os.close(largest)
+    in_processes([new_of(FutureSteps.compute), new_of(FutureSteps.compute_captured)], [eager, captured], num_processes)
+    _require_success([pid])
 
 
-def in_processes(tasks: Sequence[Callable[[], None]], num_processes: int, reports: int) -> None:
-    """Do each of the tasks in one of so many forks of this process, and write its number to a pipe then. Raises
-    ChildProcessError when one of these failed, and after the others have ended."""
+def in_processes(groups: Sequence[Sequence[Callable[[], None]]], pipes: Sequence[int], num_processes: int) -> None:
+    """Do groups of tasks, in their order, in so many forks of this process. The pipe of each group is closed when its
+    tasks are done. Raises ChildProcessError when a process failed, and after the others have ended."""
+    tasks = [(task, at) for at, group in enumerate(groups) for task in group]
     numbers, ours = os.pipe()
     os.write(ours, b"".join(map(NUMBER.pack, range(len(tasks)))))
     os.close(ours)
 
     def work() -> None:
+        is_open = list(pipes)
         # Each read takes a number that no other process has.
         while number := os.read(numbers, NUMBER.size):
-            tasks[NUMBER.unpack(number)[0]]()
-            os.write(reports, number)
+            task, group = tasks[NUMBER.unpack(number)[0]]
+            # This process has no task of earlier groups any more.
+            while len(is_open) > len(pipes) - group:
+                os.close(is_open.pop(0))
+            task()
 
-    pids = [_forked(work, keep=[numbers, reports]) for _ in range(min(num_processes, len(tasks)))]
-    os.close(numbers)
+    pids = [_forked(work, keep=[numbers, *pipes]) for _ in range(min(num_processes, len(tasks)))]
+    for pipe in (numbers, *pipes):
+        os.close(pipe)
+    _require_success(pids)
+
+
+def _require_success(pids: Sequence[int]) -> None:
+    """Wait for processes to end. Raises ChildProcessError when one of them failed."""
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if any(codes):
         raise ChildProcessError(f"{sum(map(bool, codes))} of {len(codes)} processes failed")

@@ -31,6 +31,8 @@ PREFILLS = 16
 """Prefills of a step; each may be a whole prompt or a chunk of one."""
 CAPTURE_AFTER = 3
 """Steps of a shape before it is captured in a running step."""
+COMPILING_WAIT_SECONDS = 0.01
+"""How long an idle engine waits for kernels before it looks for requests."""
 
 
 class Captured(NamedTuple):
@@ -67,11 +69,14 @@ class StepGraphs:
         slots: AdapterSlots | None = None,
         beside: StepGraphs | None = None,
         agree: Callable[[bool], bool] | None = None,
+        is_compiled: Callable[[float], bool] = lambda timeout_s: True,
     ) -> None:
         """Capture graphs of steps that read `slots`, in the memory of the graphs `beside` them. With
-        ranks `agree` says whether all have a graph, given whether this one has: all replay it, or none does."""
+        ranks `agree` says whether all have a graph, given whether this one has: all replay it, or none does. Nothing is
+        captured until `is_compiled`, which waits for so many seconds at most, says that the kernels are there."""
         self.slots = slots
         self._agree = agree
+        self._is_compiled = is_compiled
         self._stepper = stepper
         self._max_rows = max_rows
         self._decodes = _up_to(max_rows, DECODES)
@@ -85,11 +90,13 @@ class StepGraphs:
 
     def with_slots(self, slots: AdapterSlots) -> StepGraphs:
         """Return graphs of the same steps with adapters, in the same memory: one step is replayed at a time."""
-        return StepGraphs(self._stepper, self._max_rows, slots=slots, beside=self, agree=self._agree)
+        return StepGraphs(
+            self._stepper, self._max_rows, slots=slots, beside=self, agree=self._agree, is_compiled=self._is_compiled
+        )
 
     def shape_for(self, exact: StepShape) -> StepShape | None:
         """Return the shape of a captured graph that a plan fits into, or None."""
-        shape = self._padded(exact)
+        shape = self._padded(exact) if self._is_compiled(0.0) else None
         if shape is None or (shape := shape._replace(slots=exact.slots)) not in self._wanted:
             return None
         self._wanted[shape] += 1
@@ -105,7 +112,10 @@ class StepGraphs:
         return captured.output
 
     def capture_next(self) -> bool:
-        """Capture one shape that is missing, the largest first: the others then fit in its memory."""
+        """Capture one shape that is missing, the largest first: the others then fit in its memory. Returns False when
+        none is."""
+        if not self._is_compiled(COMPILING_WAIT_SECONDS):
+            return True
         for shape in self._wanted:
             if shape not in self._captured:
                 self._try_capture(shape)

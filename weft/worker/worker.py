@@ -135,6 +135,7 @@ class Worker:
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
         on_cpu = device.type == "cpu"
         has_graphs = not on_cpu and is_on("graphs")
+        new_graphs = partial(StepGraphs, is_compiled=compiling.is_done) if compiling is not None else StepGraphs
         if device.type == "cuda":
             if has_graphs:
                 shapes = graph_shapes(_most_decodes(self.limits))
@@ -155,12 +156,12 @@ class Worker:
         drafter = None
         if draft_model is not None:
             most, stepper = self.limits.max_speculative_tokens, steppers[1]
-            drafter = DraftModel(stepper, StepGraphs(stepper, most, with_prefills=False) if has_graphs else None)
+            drafter = DraftModel(stepper, new_graphs(stepper, most, with_prefills=False) if has_graphs else None)
         slots = config.scheduler.max_loras, largest_rank(config)
         graphs, warm_up = None, None
         if has_graphs:
             agree = partial(ranks.agree, device) if ranks is not None else None
-            graphs = StepGraphs(steppers[0], _most_decodes(self.limits), agree=agree)
+            graphs = new_graphs(steppers[0], _most_decodes(self.limits), agree=agree)
         if not on_cpu:
             # A draft model would part the first rank from the others.
             warm_up = WarmUp(*(steppers if ranks is None else steppers[:1]))
@@ -184,7 +185,10 @@ class Worker:
                 denoiser=denoiser,
             )
         if compiling is not None:
-            compiling.wait()
+            compiling.wait_for_eager()
+            if ranks is not None or not has_graphs:
+                # All ranks begin to capture at once, and the others know of no compiler.
+                compiling.wait()
             # Requests that are waiting find the kernels of the first steps loaded.
             for _ in range(STEPS_BEFORE_READY):
                 self.runner.prepare()

@@ -210,7 +210,7 @@ def linear_add(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, residual: Ten
 
 def _is_for_library(rows: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
     return (
-        rows.numbers.is_cuda
+        rows.numbers.device.type != "cpu"
         and len(rows.numbers) > 0
         and len(weight.scales) == 1
         and dtype == torch.bfloat16
@@ -219,6 +219,8 @@ def _is_for_library(rows: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> boo
 
 
 def _library_product(rows: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if rows.numbers.is_meta:  # what the library computes is not compiled ahead
+        return torch.empty(len(rows.numbers), weight.shape[0], dtype=torch.bfloat16, device="meta")
     return torch._scaled_mm(
         rows.numbers, weight.numbers.t(), rows.scales, weight.scales, bias, out_dtype=dtype, use_fast_accum=True
     )
