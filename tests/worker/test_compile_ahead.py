@@ -82,6 +82,8 @@ def test_a_task_that_fails_is_told_and_the_others_are_done(tmp_path: Path) -> No
 def test_an_engine_is_ready_before_captured_steps_are_compiled(
     exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    awaits: list[bool] = []
+
     def compile_little(steps: object, capability: object, largest: int, eager: int, captured: int) -> None:
         os.close(largest)
         os.close(eager)
@@ -91,16 +93,19 @@ def test_an_engine_is_ready_before_captured_steps_are_compiled(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_ahead, "has_triton", lambda: True)
     monkeypatch.setattr(compile_ahead, "_compile", compile_little)
+    monkeypatch.setattr(compile_ahead, "_await_slow_kernels", awaits.append)
     hashing = threading.Thread()
     hashing.start()
     compiling = CompileAhead([], (9, 0), hashing)
     compiling.wait_for_largest()
     compiling.wait_for_eager()
     assert not compiling.is_done()
+    assert awaits == [True]
     assert not list(tmp_path.glob("weft-*"))
     (tmp_path / "released").touch()
     compiling.wait()
     assert compiling.is_done()
+    assert awaits == [True, False]
     assert len(list(tmp_path.glob("weft-*"))) == 1 - exit_code
 
 
@@ -138,6 +143,22 @@ def test_the_kernels_of_steps_are_found_without_a_gpu(
     assert all("lop3.b32" in one.specialisation for one in unpacking)
     of_bytes = [one for one in launches if one.kernel.__name__ == "_w4a8_kernel"]
     assert all("0x0F0F0F0F" in one.specialisation for one in of_bytes)
+
+
+def test_another_kernel_stands_in_for_one_that_takes_long_to_compile() -> None:
+    pytest.importorskip("triton")
+    from weft.kernels.triton.launch import await_slow_kernels, recorded_launches
+
+    geometry = replace(GEOMETRY, head_dim=128)
+    steps = FutureSteps(geometry, torch.bfloat16, torch.bfloat16, "dequantise", True, LIMITS, 64)
+    names = []
+    for awaits in (True, False):
+        await_slow_kernels(awaits)
+        with recorded_launches((9, 0)) as launches, torch.inference_mode():
+            steps.compute()
+        names.append({one.kernel.__name__ for one in launches})
+    assert "_prefill_kernel" in names[0]
+    assert names[1] == names[0] | {"_wide_prefill_kernel"}
 
 
 @pytest.mark.parametrize("max_num_seqs", [100, 256])

@@ -5,7 +5,8 @@ a model of two layers, and what they launch is recorded. What is compiled lies i
 finds it. A kernel that was not foreseen is compiled when it is launched.
 
 The kernels of the largest step come first: the memory profile needs them. Then come those of all other steps, without
-which no engine is ready, and last those of captured steps: they are compiled while the first requests are answered.
+which no engine is ready. Last come those that others stand in for, and those of captured steps: they are compiled while
+the first requests are answered.
 """
 
 from __future__ import annotations
@@ -198,24 +199,28 @@ class CompileAhead:
         self._began = time.monotonic()
         self._pid = 0
         self._largest = self._eager = self._captured = NO_PIPE
-        hashing.join()
+        self._hashing = hashing
         # Weft's own engines have a folder. Elsewhere, as in tests, kernels are compiled as they are launched.
         folder = os.environ.get("TRITON_CACHE_DIR")
         if not folder or not has_triton() or not is_on("compile-ahead"):
             return
         self._done = Path(folder, f"weft-{_digest(steps, capability)}")
         if not self._done.exists():
+            # Not every module can be imported in a process that was forked while a thread imported it.
+            hashing.join()
             (self._largest, self._eager, self._captured), theirs = zip(*(os.pipe() for _ in range(3)), strict=True)
             self._pid = _forked(lambda: _compile(steps, capability, *theirs), keep=theirs)
             for pipe in theirs:
                 os.close(pipe)
+            _await_slow_kernels(True)
 
     def wait_for_largest(self) -> None:
         """Wait until the kernels of the largest step are compiled."""
+        self._hashing.join()
         self._largest = _closed(self._largest)
 
     def wait_for_eager(self) -> None:
-        """Wait until the kernels of all steps are compiled that are not captured."""
+        """Wait until the kernels of all steps that are not captured are compiled, or others that stand in for them."""
         self.wait_for_largest()
         self._eager = _closed(self._eager)
 
@@ -228,6 +233,7 @@ class CompileAhead:
             return False
         self.wait_for_eager()
         self._captured = _closed(self._captured)
+        _await_slow_kernels(False)
         _, status = os.waitpid(self._pid, 0)
         if os.waitstatus_to_exitcode(status):
             log.warning("Kernels could not be compiled ahead: the first steps of each kind take longer.")
@@ -240,6 +246,13 @@ class CompileAhead:
         """Wait until all is compiled."""
         while not self.is_done(60.0):
             pass
+
+
+def _await_slow_kernels(awaits: bool) -> None:
+    # Triton is installed only where CUDA is.
+    from weft.kernels.triton.launch import await_slow_kernels
+
+    await_slow_kernels(awaits)
 
 
 def _closed(pipe: int) -> int:
@@ -266,7 +279,7 @@ def _compile(
     steps: Sequence[FutureSteps], capability: tuple[int, int], largest: int, eager: int, captured: int
 ) -> None:
     """Compile the kernels of steps, and close each pipe when those that it stands for are there."""
-    from weft.kernels.triton.launch import RecordedLaunch, compile_utilities, recorded_launches
+    from weft.kernels.triton.launch import RecordedLaunch, await_slow_kernels, compile_utilities, recorded_launches
 
     # Ops on tensors without memory import torch's compiler, which takes seconds, to tell it to keep away from them.
     sys.modules["torch._dynamo"] = dynamo = ModuleType("torch._dynamo")
@@ -283,11 +296,15 @@ def _compile(
         return [one.compile for one in new]
 
     num_processes = len(os.sched_getaffinity(0))
+    await_slow_kernels(True)
     first = [compile_utilities, *new_of(FutureSteps.compute_largest)]
     # While these are compiled the others are found.
     pid = _forked(lambda: in_processes([first], [largest], num_processes), keep=[largest])
     os.close(largest)
-    in_processes([new_of(FutureSteps.compute), new_of(FutureSteps.compute_captured)], [eager, captured], num_processes)
+    others = new_of(FutureSteps.compute)
+    await_slow_kernels(False)
+    last = [*new_of(FutureSteps.compute), *new_of(FutureSteps.compute_captured)]
+    in_processes([others, last], [eager, captured], num_processes)
     _require_success([pid])
 
 

@@ -127,7 +127,8 @@ class Worker:
             model = target.load(plan.max_model_len)
             draft_model = draft.load(plan.max_model_len) if draft is not None else None
             if compiling is not None:
-                compiling.wait_for_largest()
+                # The other ranks know of no compiler.
+                compiling.wait_for_largest() if ranks is None else compiling.wait()
             if ranks is not None:
                 ranks.least(device, 0)
         models = [one for one in (model, draft_model) if one is not None]
@@ -186,8 +187,7 @@ class Worker:
             )
         if compiling is not None:
             compiling.wait_for_eager()
-            if ranks is not None or not has_graphs:
-                # All ranks begin to capture at once, and the others know of no compiler.
+            if not has_graphs:
                 compiling.wait()
             # Requests that are waiting find the kernels of the first steps loaded.
             for _ in range(STEPS_BEFORE_READY):

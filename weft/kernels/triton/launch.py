@@ -22,6 +22,7 @@ from weft.switches import is_on
 MAX_COUNTERS = 1 << 16
 
 _on = False
+_awaits_slow_kernels = False
 _counters: dict[torch.device, Tensor] = {}
 
 
@@ -40,6 +41,16 @@ def overlapping_launches() -> Iterator[None]:
 def launch_options() -> dict[str, bool]:
     """Return the keyword arguments that every launch passes on."""
     return {"PDL": True, "launch_pdl": True} if _on else {"PDL": False}
+
+
+def awaits_slow_kernels() -> bool:
+    """Return whether the kernels that take longest to compile are not there yet: others stand in for them."""
+    return _awaits_slow_kernels
+
+
+def await_slow_kernels(awaits: bool) -> None:
+    global _awaits_slow_kernels
+    _awaits_slow_kernels = awaits
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from weft.kernels.batch import AttentionBatch, HeadShape
 from weft.kernels.kv_cache import Fp8Cache, LayerCache, block_size_of, numbers_in
 from weft.kernels.triton.decode_attention import as_half, decode_attention, inverse, key_scales, value_scales
-from weft.kernels.triton.launch import launch_options, wait_for_inputs
+from weft.kernels.triton.launch import awaits_slow_kernels, launch_options, wait_for_inputs
 from weft.switches import is_on
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -179,6 +179,9 @@ def _prefill_kernel(
     )
 
 
+_FEW_QUERIES = PrefillConfig(64, 64, 4, 3)
+
+
 def prefill_config(num_rows: int, itemsize: int, head_dim: int, is_fp8: bool) -> PrefillConfig:
     """Return the tiling, as measured on an H200: 64 queries for 1 to 16 prompts of 32 to 2,048 tokens, the best or
     within 12 % of it; where there are enough of them for the chip twice as many, which read the cache half as often,
@@ -188,7 +191,7 @@ def prefill_config(num_rows: int, itemsize: int, head_dim: int, is_fp8: bool) ->
         return PrefillConfig(64, 32, 8, 2)
     if num_rows >= _MANY_ROWS and head_dim == 128 and not is_fp8:
         return PrefillConfig(128, 64, 8, 3, 128)
-    return PrefillConfig(64, 64, 4, 3)
+    return _FEW_QUERIES
 
 
 def prefill_attention(
@@ -214,13 +217,14 @@ def prefill_attention(
     words = kv.scales.view(torch.int32) if isinstance(kv, Fp8Cache) else numbers
     if not numbers.is_contiguous() or qkv.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("rows and the cache must be contiguous")
-    if num_rows >= _WIDE_ROWS and not is_fp8 and _is_wide(qkv, heads, numbers):
+    is_wide = num_rows >= _WIDE_ROWS and not is_fp8 and _is_wide(qkv, heads, numbers)
+    if is_wide and not awaits_slow_kernels():
         from weft.kernels.triton.wide_prefill import wide_prefill_attention
 
         scale = heads.scale * _LOG2_E
         wide_prefill_attention(qkv, heads, numbers, block_tables, lengths, query_starts, scale, out)
         return out
-    config = prefill_config(num_rows, qkv.itemsize, heads.head_dim, is_fp8)
+    config = _FEW_QUERIES if is_wide else prefill_config(num_rows, qkv.itemsize, heads.head_dim, is_fp8)
     # Enough for the sequences' tiles and those of the rows behind, however the rows are shared out.
     most_tiles = triton.cdiv(num_rows, config.queries) + num_sequences
     _prefill_kernel[(heads.num_heads, most_tiles)](
