@@ -41,7 +41,6 @@ from weft.kernels.triton import (
     elementwise,
     fp8_linears,
     gemv,
-    host_rings,
     int_linears,
     linears,
     lora_linears,
@@ -841,31 +840,6 @@ def check_lora_expand_gate(counts: list[int], width: int, splits: int, rank: int
         assert_near(lora_linears.lora_expand_gate(gate_up, ranks, weight, groups), wanted, 2 * TOLERANCE[dtype])
 
 
-def check_host_rings(size: int, samples: int, dtype: torch.dtype) -> None:
-    """Every slot is read and written in its turn, and no other."""
-    rings = [
-        torch.empty(host_rings.SLOTS, *shape, dtype=of, pin_memory=not INTERPRETED)
-        for shape, of in (((size,), torch.int64), ((samples,), torch.int64), ((samples,), FP32))
-    ]
-    inputs, tokens_ring, peaks_ring = rings
-    turn = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    out = torch.empty(size, dtype=torch.int64, device=DEVICE)
-    for round_ in range(2 * host_rings.SLOTS + 1):
-        slot = round_ % host_rings.SLOTS
-        inputs.random_(-(2**60), 2**60)
-        before = [tokens_ring.random_(0, 9).clone(), peaks_ring.normal_().clone()]
-        tokens = torch.randint(2**40, (samples,), device=DEVICE)
-        peaks = randn(samples, dtype=dtype)
-        peaks[0], peaks[-1] = float("nan"), float("inf")
-        host_rings.receive(inputs, turn, out)
-        host_rings.publish(tokens, peaks, turn, tokens_ring, peaks_ring)
-        assert torch.equal(out.cpu(), inputs[slot])
-        for ring, sent, old in zip((tokens_ring, peaks_ring), (tokens.cpu(), peaks.float().cpu()), before, strict=True):
-            assert torch.equal(ring[slot].nan_to_num(7.0), sent.nan_to_num(7.0))
-            old[slot] = ring[slot].nan_to_num(7.0)
-            assert torch.equal(ring.nan_to_num(7.0), old)
-
-
 def check_one_shot(size: int, counts: tuple[int, ...], dtype: torch.dtype) -> None:
     """Sums of tensors of several sizes, one after the other, by ranks that are processes with shared memory. For GPUs
     tests/gpu/bench_all_reduce.py checks them."""
@@ -1068,8 +1042,6 @@ def cases() -> dict[str, Callable[[], None]]:
             add(check_gumbel, 6, 5003, dtype, cut)
         add(check_keep_thresholds, 1003, dtype, 3.0)
     add(check_keep_thresholds_of_a_crowd, 1003)
-    for size, samples, dtype in ((7, 1, BF16), (2048, 20, FP16), (5000, 300, FP32)):
-        add(check_host_rings, size, samples, dtype)
     add(check_strided_norm)
     add(check_gather_inputs, 5, 4, 7, 16)
     add(check_gather_inputs, 1500, 2, 1100, 32)

@@ -95,20 +95,13 @@ class FutureSteps(NamedTuple):
 
     def compute_captured(self) -> None:
         """Compute every captured step once on tensors without memory."""
-        from weft.kernels.triton.host_rings import SLOTS, publish, receive
         from weft.kernels.triton.launch import overlapping_launches
 
         stepper = self.stepper()
-        ring, turn = (
-            torch.empty(SLOTS, 1, dtype=torch.int64, device=META),
-            torch.empty(1, dtype=torch.int32, device=META),
-        )
-        with overlapping_launches():
-            receive(ring, turn, ring[0])
-            for slots in self._slots(stepper.model):
+        for slots in self._slots(stepper.model):
+            with overlapping_launches():
                 for shape in graph_shapes(self.most_decodes, with_prefills=self.with_prefills):
-                    output = computed(stepper, shape, self.limits.max_model_len, slots)
-            publish(output.tokens, output.peaks, turn, ring, ring.float())
+                    computed(stepper, shape, self.limits.max_model_len, slots)
 
     def stepper(self) -> Stepper:
         """Return a stepper of a model of two layers, without memory."""

@@ -15,7 +15,7 @@ from weft.kernels.weights import AdaptedRun, AdapterWeights
 from weft.model.dense import DenseModel, LastTokens
 from weft.model.dense_lora import AdapterSlots, forward_adapted
 from weft.switches import is_on
-from weft.worker.inputs import OnHost, StepInputs, StepShape
+from weft.worker.inputs import StepInputs, StepShape
 from weft.worker.rows import RowTable
 
 
@@ -73,8 +73,6 @@ class ForwardOutput(NamedTuple):
     peaks: Tensor
     """Their logits; not finite where a row's logits are not numbers."""
     requested: RequestedStates | None = None
-    on_host: OnHost | None = None
-    """The tokens and peaks, where the step itself has sent them."""
 
 
 class Stepper:

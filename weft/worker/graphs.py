@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from weft.model.dense_lora import AdapterSlots
 from weft.switches import is_on
 from weft.worker.forward_step import ForwardOutput, Stepper
-from weft.worker.inputs import OnHost, StepShape, arrival_of, section_sizes, views
+from weft.worker.inputs import StepShape, section_sizes, send_into, views
 from weft.worker.rows import Ints
 
 log = logging.getLogger(__name__)
@@ -35,45 +35,13 @@ COMPILING_WAIT_SECONDS = 0.01
 """How long an idle engine waits for kernels before it looks for requests."""
 
 
-class Captured:
-    """A captured graph, with the memory of its inputs and outputs, on the device and on the host."""
+class Captured(NamedTuple):
+    """A captured graph, with the memory of its inputs and outputs."""
 
-    def __init__(self, shape: StepShape, device: torch.device) -> None:
-        from weft.kernels.triton.host_rings import SLOTS
-
-        size = sum(section_sizes(shape))
-        self.graph = torch.cuda.CUDAGraph()
-        self.inputs = torch.zeros(size, dtype=torch.int64, device=device)
-        """The packed inputs, which the graph copies from the host before anything else."""
-        self.output: ForwardOutput | None = None
-        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
-        self.inputs_ring = torch.zeros(SLOTS, size, dtype=torch.int64, pin_memory=True)
-        self.tokens_ring = torch.zeros(SLOTS, shape.samples, dtype=torch.int64, pin_memory=True)
-        self.peaks_ring = torch.zeros(SLOTS, shape.samples, dtype=torch.float32, pin_memory=True)
-        self._slots = [slot.numpy() for slot in self.inputs_ring]
-        self._num_replays = 0
-        self._ended: list[torch.cuda.Event | None] = [None] * SLOTS
-        """The end of the replay that read each slot last."""
-
-    def compute(self, step: Callable[[], ForwardOutput]) -> ForwardOutput:
-        """Compute a step as the graph does: with inputs from the host, and what it samples sent there."""
-        from weft.kernels.triton.host_rings import publish, receive
-
-        receive(self.inputs_ring, self.turn, self.inputs)
-        output = step()
-        publish(output.tokens, output.peaks, self.turn, self.tokens_ring, self.peaks_ring)
-        return output
-
-    def replay(self, packed: Ints) -> ForwardOutput:
-        assert self.output is not None
-        slot = self._num_replays % len(self._slots)
-        self._num_replays += 1
-        if (ended := self._ended[slot]) is not None:
-            ended.synchronize()
-        self._slots[slot][:] = packed
-        self.graph.replay()
-        self._ended[slot] = arrived = arrival_of(self.inputs)
-        return self.output._replace(on_host=OnHost(self.tokens_ring[slot], self.peaks_ring[slot], arrived))
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    """The packed inputs, written before a replay."""
+    output: ForwardOutput
 
 
 def graph_shapes(max_rows: int, *, with_prefills: bool = True) -> list[StepShape]:
@@ -138,7 +106,10 @@ class StepGraphs:
 
     def replay(self, shape: StepShape, packed: Ints) -> ForwardOutput:
         """Replay a graph. The next replay overwrites the output that is returned."""
-        return self._captured[shape].replay(packed)
+        captured = self._captured[shape]
+        send_into(captured.inputs, torch.from_numpy(packed))
+        captured.graph.replay()
+        return captured.output
 
     def capture_next(self) -> bool:
         """Capture one shape that is missing, the largest first: the others then fit in its memory. Returns False when
@@ -185,8 +156,8 @@ class StepGraphs:
         from weft.kernels.triton.launch import overlapping_launches
 
         table = self._stepper.table
-        captured = Captured(shape, table.device)
-        inputs = views(captured.inputs, shape)
+        packed = torch.zeros(sum(section_sizes(shape)), dtype=torch.int64, device=table.device)
+        inputs = views(packed, shape)
         for rows in (inputs.token_rows, inputs.sequence_rows, inputs.sample_rows):
             rows.fill_(table.padding_row)
         inputs.query_starts[: shape.decodes] = torch.arange(shape.decodes, device=table.device)
@@ -194,21 +165,19 @@ class StepGraphs:
         if shape.slots:
             inputs.slot_order.copy_(torch.arange(shape.num_tokens, device=table.device))
             inputs.slot_starts[1:] = shape.num_tokens
-        captured.inputs_ring.copy_(captured.inputs.expand_as(captured.inputs_ring))
         longest = table.tokens.shape[1]
         self._stream.wait_stream(torch.cuda.current_stream())
-        step = partial(self._stepper.step, shape, inputs, longest, slots=self.slots)
+        graph = torch.cuda.CUDAGraph()
         with overlapping_launches():
             with torch.cuda.stream(self._stream):
-                captured.compute(step)
-                captured.turn.zero_()
+                self._stepper.step(shape, inputs, longest, slots=self.slots)
             torch.cuda.current_stream().wait_stream(self._stream)
             try:
-                with torch.cuda.graph(captured.graph, pool=self._pool, stream=self._stream):
-                    captured.output = captured.compute(step)
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    output = self._stepper.step(shape, inputs, longest, slots=self.slots)
             except torch.OutOfMemoryError:
                 return None
-        return captured
+        return Captured(graph, packed, output)
 
 
 def _up_to(largest: int, sizes: tuple[int, ...]) -> list[int]:

@@ -22,8 +22,13 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a host tensor's copy on the device, without waiting for it."""
     if device.type == "cpu":
         return tensor
+    return send_into(torch.empty(tensor.shape, dtype=tensor.dtype, device=device), tensor)
+
+
+def send_into(there: Tensor, tensor: Tensor) -> Tensor:
+    """Copy a host tensor into one on a GPU, without waiting for it."""
     # Pinned memory is allocated anew: the last copy may still be under way.
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.pin_memory(), non_blocking=True)
+    return there.copy_(tensor.pin_memory(), non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -40,15 +45,6 @@ def arrival_of(tensor: Tensor) -> torch.cuda.Event | None:
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
     return arrived
-
-
-class OnHost(NamedTuple):
-    """The likeliest tokens of a step and their logits, on their way to the host."""
-
-    tokens: Tensor
-    peaks: Tensor
-    arrived: torch.cuda.Event | None
-    """The event after which they are there; None: they are there already."""
 
 
 class StepShape(NamedTuple):

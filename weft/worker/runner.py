@@ -249,4 +249,4 @@ class Runner:
         logits, tokens, peaks = (of[: len(rows)] for of in (output.logits, output.tokens, output.peaks))
         numbers, positions = [row.row for row in rows], [row.start + row.count for row in rows]
         table, ops = self.stepper.table, self.stepper.model.ops
-        return sample(logits, tokens, peaks, table, numbers, positions, ops, masks, drafts, output.on_host)
+        return sample(logits, tokens, peaks, table, numbers, positions, ops, masks, drafts)

@@ -30,7 +30,7 @@ from weft.kernels import Ops
 from weft.plan import Row, RowAdmission, Sampled
 from weft.types import MAX_LOGPROBS, SamplingParams, TokenLogprob
 from weft.worker.grammar_masks import Masks, rule_out
-from weft.worker.inputs import OnHost, arrival_of, to_device, to_host
+from weft.worker.inputs import arrival_of, to_device, to_host
 from weft.worker.rows import RowTable
 from weft.worker.sampling_rows import NUM_FLOAT_COLUMNS, StepSettings
 
@@ -152,15 +152,12 @@ class SampledBatch(NamedTuple):
 
 def sample(
     logits: Tensor, tokens: Tensor, peaks: Tensor, table: RowTable, rows: list[int], positions: list[int], ops: Ops,
-    masks: Masks | None = None, drafts: DraftedTokens | None = None, on_host: OnHost | None = None,
+    masks: Masks | None = None, drafts: DraftedTokens | None = None,
 ) -> SampledBatch:  # fmt: skip
     """Sample one token for each of these rows of the table, at these positions, from logits [rows, vocabulary] and the
     likeliest token and the largest logit of each row. The likeliest are in the table already; others are written there.
-    Rows that have a grammar have a mask. A row that has a draft is there once for each position. `on_host` has the
-    likeliest tokens of these rows and more, where they were sent to the host."""
+    Rows that have a grammar have a mask. A row that has a draft is there once for each position."""
     if table.settings.rows_needing_sampler.isdisjoint(rows):
-        if on_host is not None:
-            return SampledBatch(on_host.tokens[: len(rows)], on_host.peaks[: len(rows)], None, {}, on_host.arrived)
         return _sent(tokens, peaks)
     wanted = table.settings.of(rows, positions, logits.shape[1])
     there = _on_device(wanted, logits.device)
