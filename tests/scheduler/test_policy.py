@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import count
 from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.simulation import Simulation, limits, request
-from weft.plan import Row, StepPlan, StepResult
+from weft.plan import Limits, Row, Sampled, StepPlan, StepResult
 from weft.scheduler.policy import LEAST_TOKENS, PATIENCE, StepPace, Throttle
+from weft.scheduler.scheduler import Scheduler
+from weft.types import Request
 
 WIDE = limits(max_num_seqs=64, max_num_batched_tokens=1024)
 
@@ -315,3 +319,66 @@ def test_beside_decodes_a_step_has_the_tokens_there_is_time_for_however_long_dec
     simulation.add(request("next", [4] * 9000, 1))
     simulation.run()
     assert sizes[1:5] == [2048] * 4
+
+
+class Gpu:
+    """A GPU that computes steps while the next one is launched, which takes its time when that has many prefills."""
+
+    token_seconds, launch_seconds = 11e-6, 0.02
+
+    def __init__(self, wide: Limits) -> None:
+        self.clock = Clock()
+        self.scheduler = Scheduler(wide, clock=self.clock)
+        self.sizes: list[int] = []
+        """Of steps that prefill and decode, more than those captured have."""
+        self._ends_at = 0.0
+
+    def _launch(self, plan: StepPlan) -> float:
+        """Launch a step, and return when it will end."""
+        decodes = sum(row.count == 1 for row in plan.rows)
+        is_captured = plan.num_tokens - decodes <= self.scheduler.limits.max_mixed_prefill
+        begins_at = max(self._ends_at, self.clock.now)
+        self.clock.now += 0.001 if is_captured else self.launch_seconds
+        self._ends_at = max(begins_at + plan.num_tokens * self.token_seconds, self.clock.now)
+        self.scheduler.launched(plan)
+        if decodes and not is_captured:
+            self.sizes.append(plan.num_tokens)
+        return self._ends_at
+
+    def run(self, requests: Iterable[Request]) -> list[int]:
+        """Compute requests, and return the sizes of their mixed steps."""
+        self.sizes.clear()
+        for one in requests:
+            self.scheduler.add(one)
+        under_way = deque[tuple[StepPlan, float]]()
+        while under_way or self.scheduler.has_work:
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                under_way.append((plan, self._launch(plan)))
+            if len(under_way) > 1 or plan is None:
+                oldest, ends_at = under_way.popleft()
+                self.clock.now = max(self.clock.now, ends_at) + 0.0005
+                sampled = [[Sampled(1)] for row in oldest.rows if row.samples]
+                self.scheduler.apply(oldest, StepResult(oldest.step_id, sampled))
+        return list(self.sizes)
+
+
+def test_steps_do_not_shrink_when_launching_is_what_takes_their_time() -> None:
+    """Fewer tokens are launched no faster: smaller and smaller steps would take as long each."""
+    wide = limits(
+        num_blocks=4000, block_size=16, max_model_len=1000, max_num_seqs=64, max_num_batched_tokens=8192,
+        max_prefill_chunk=4096, max_mixed_prefill=384, max_mixed_step_seconds=0.05, enable_prefix_caching=False,
+    )  # fmt: skip
+    gpu, rounds = Gpu(wide), count()
+
+    def work() -> list[Request]:
+        return [request(f"{next(rounds)}", [i % 50] * 512, 20 + i) for i in range(64)]
+
+    while_fast = gpu.run(work())
+    assert while_fast and set(while_fast[1:-1]) == {4096}, "45 ms"
+    gpu.launch_seconds = 0.065
+    for _ in range(4):
+        assert min(gpu.run(work())[:-1]) >= 4096
+    gpu.launch_seconds, gpu.token_seconds = 0.02, 22e-6
+    gpu.run(work())
+    assert set(gpu.run(work())[1:-1]) == {2048}, "the goal holds again"

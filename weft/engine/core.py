@@ -93,6 +93,7 @@ class EngineCore:
                     self._read_oldest(brought)
                 brought.events += self.scheduler.take_back(plan)
                 return brought
+            self.scheduler.launched(plan)
             self._under_way.append(launched)
             if isinstance(launched, Deferred):
                 self._complete(launched, brought)

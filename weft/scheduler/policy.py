@@ -59,6 +59,10 @@ FITTED_SPREAD = 256
 is taken to cost twice as much behind 1,024 others as behind none."""
 MEMORY = 0.98
 """The weight of what was known, with each new step: some 50 steps are remembered."""
+HARDLY_WAITED = 1 / 16
+"""A step whose result was waited for a smaller share of its time had ended while the next one was launched."""
+CHEAPER = 31 / 32
+"""What a token is taken to cost after such a step, as a share of before."""
 
 
 class StepPace:
@@ -66,7 +70,10 @@ class StepPace:
     requests then wait no longer for a token, nor does a new one for its turn.
 
     A token costs the more the longer its context is, as attention reads all of it. The last steps tell what a token
-    costs, and how that grows with the context, by a line through them."""
+    costs, and how that grows with the context, by a line through them.
+
+    On a GPU steps are launched ahead, kernel by kernel, which takes as long for few tokens as for many. Where that is
+    what takes the time, smaller steps would not be shorter."""
 
     def __init__(
         self, most: int, goal: float, least: int = LEAST_TOKENS, *, first: int = 0, growth: float = FIRST_GROWTH,
@@ -80,6 +87,8 @@ class StepPace:
         self._least = least
         self._first = min(first or most, most)
         self._on_gpu = on_gpu
+        self.launch_seconds = 0.0
+        """How long it takes to launch a step: tokens may take as long, whatever the goal."""
         self._cost = 0.0
         """Seconds of a token, at the context where that was seen last."""
         self._context = 0.0
@@ -101,7 +110,8 @@ class StepPace:
         return self._least * lots
 
     def _within_goal(self, context: float) -> float:
-        return self._goal / max(self._cost_at(context), self._goal / self._most)
+        seconds = max(self._goal, self.launch_seconds)
+        return seconds / max(self._cost_at(context), seconds / self._most)
 
     def took(self, num_tokens: int, seconds: float, context: float = 0) -> None:
         """Take in a step of so many tokens, behind so many others on average. Short ones tell nothing: most of their
@@ -117,6 +127,11 @@ class StepPace:
             for held, new in zip(self._sums, (1, context, cost, context * context, context * cost), strict=True)
         ]
         self._growth = self._fitted_growth()
+
+    def took_less_than_launching(self) -> None:
+        """Take in a step that had ended while the next one was launched. What its tokens cost is not known; more of
+        them are tried until it is."""
+        self._cost *= CHEAPER
 
     def _cost_at(self, context: float) -> float:
         """A longer context costs more. But on a CPU a shorter one is not trusted to cost less before it was seen to:

@@ -55,7 +55,9 @@ class Scheduler:
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._released_rows: list[int] = []
         self._under_way: dict[int, Promised] = {}
-        self._applied_at = 0.0
+        self._applied_at = self._launched_at = 0.0
+        self._saw_end = True
+        """The last step ended while it was waited for, not before."""
         self._next_step_id = 0
         self._clock = clock
         self._num_arrived = 0
@@ -156,8 +158,17 @@ class Scheduler:
         self.images.memory.released = []
         return plan
 
+    def launched(self, plan: StepPlan) -> None:
+        """Note that a step has been launched."""
+        self._launched_at = self._clock()
+        decodes = _num_decodes(plan)
+        # Steps with fewer prefills are captured: launching them takes no time.
+        if decodes and not plan.denoise and plan.num_tokens - decodes > self.limits.max_mixed_prefill:
+            self.mixed_pace.launch_seconds = self._launched_at - self._under_way[plan.step_id].planned_at
+
     def apply(self, plan: StepPlan, result: StepResult) -> StepEvents:
         """Take in the result of a step, and return what it brings to requests."""
+        read_at = self._clock()
         brought = StepEvents()
         events = brought.events
         sampled, outputs = iter(result.sampled), iter(result.row_outputs)
@@ -206,20 +217,7 @@ class Scheduler:
             if image.ends_step:
                 events.append(denoise_event(image, denoise, made))
         self.throttle.went_well()
-        now = self._clock()
-        if not plan.denoise:
-            # A step that was planned while another was under way began when that one ended.
-            seconds = now - max(promised.planned_at, self._applied_at)
-            # A step that only prefills may have no result that is waited for; decodes alone tell nothing of prompts.
-            undrafted = [row.count for row in plan.rows if not row.draft]
-            decodes = undrafted.count(1)
-            is_mixed = 0 < decodes < len(undrafted)
-            if self.limits.max_step_seconds or is_mixed:
-                before = sum(row.count * (row.start + row.count / 2) for row in plan.rows) / max(1, plan.num_tokens)
-                self.pace.took(plan.num_tokens, seconds, before)
-                if is_mixed and decodes <= policy.MOST_DECODES * plan.num_tokens:
-                    self.mixed_pace.took(plan.num_tokens, seconds, before)
-        self._applied_at = now
+        self._take_in_time(plan, promised.planned_at, read_at)
         return brought
 
     def take_back(self, failed: StepPlan, *later: StepPlan) -> list[Event]:
@@ -234,6 +232,28 @@ class Scheduler:
             return []
         alone = [*promised.rows, *promised.images]
         return [self._failure(cursor, NO_MEMORY) for cursor in alone if not cursor.ended]
+
+    def _take_in_time(self, plan: StepPlan, planned_at: float, read_at: float) -> None:
+        """Tell the paces how long a step took whose result was read at this time."""
+        now = self._clock()
+        # A step that was planned while another was under way began when that one ended.
+        seconds = now - max(planned_at, self._applied_at)
+        saw_begin = self._saw_end or planned_at >= self._applied_at
+        self._saw_end = not self._under_way or read_at - self._launched_at > policy.HARDLY_WAITED * seconds
+        self._applied_at = now
+        # A step that only prefills may have no result that is waited for; decodes alone tell nothing of prompts.
+        decodes = _num_decodes(plan)
+        is_mixed = 0 < decodes < sum(not row.draft for row in plan.rows)
+        if plan.denoise or not (self.limits.max_step_seconds or is_mixed):
+            return
+        if not self._saw_end:
+            if is_mixed:
+                self.mixed_pace.took_less_than_launching()
+        elif saw_begin:
+            before = sum(row.count * (row.start + row.count / 2) for row in plan.rows) / max(1, plan.num_tokens)
+            self.pace.took(plan.num_tokens, seconds, before)
+            if is_mixed and decodes <= policy.MOST_DECODES * plan.num_tokens:
+                self.mixed_pace.took(plan.num_tokens, seconds, before)
 
     # The parts of a step.
 
@@ -483,3 +503,8 @@ class Scheduler:
         self.free_rows.append(cursor.row)
         self._released_rows.append(cursor.row)
         cursor.leave_row()
+
+
+def _num_decodes(plan: StepPlan) -> int:
+    """Return how many rows of a plan decode one token each."""
+    return sum(row.count == 1 and not row.draft for row in plan.rows)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.launch import launch_options, wait_for_inputs
+from weft.kernels.triton.launch import cdiv, launch_options, wait_for_inputs
 
 PART_BYTES = 4096
 """The part of one program."""
@@ -97,7 +97,7 @@ class OneShot:
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> None:
         """Replace x by the sum of all ranks' ones; or leave it, and add the sum to a contiguous residual."""
         block = PART_BYTES // x.element_size()
-        _one_shot_kernel[(triton.cdiv(x.numel(), block),)](
+        _one_shot_kernel[(cdiv(x.numel(), block),)](
             x, x if residual is None else residual, self._inboxes, self._launches, x.numel(), self._rank,
             SIZE=self._size, BLOCK=block, ADDS=residual is not None, num_warps=8, **launch_options(),
         )  # fmt: skip

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from weft.kernels.batch import HeadShape
 from weft.kernels.kv_cache import Fp8Cache, LayerCache, block_size_of, numbers_in
-from weft.kernels.triton.launch import MAX_COUNTERS, is_last, launch_options, wait_for_inputs, zeroed_counters
+from weft.kernels.triton.launch import (
+    MAX_COUNTERS,
+    cdiv,
+    is_last,
+    launch_options,
+    next_power_of_2,
+    wait_for_inputs,
+    zeroed_counters,
+)
 
 MAX_SPLITS = 32
 _LONG = 4096
@@ -297,10 +305,10 @@ class SplitPlan(NamedTuple):
 def split_plan(num_programs: int, max_context: int) -> SplitPlan:
     """`num_programs` there would be without splits; `max_context` is the longest the launch must be ready for."""
     fill = _FULL_CHIP // num_programs
-    wanted = max(MAX_SPLITS if num_programs <= _FEW_PROGRAMS else fill, triton.cdiv(max_context, _LONG))
+    wanted = max(MAX_SPLITS if num_programs <= _FEW_PROGRAMS else fill, cdiv(max_context, _LONG))
     min_tokens = _TOKENS if num_programs <= _FEW_PROGRAMS else _MIN_TOKENS if fill >= 2 else 1024
     most = 1 if num_programs > MAX_COUNTERS else MAX_SPLITS
-    return SplitPlan(max(1, min(wanted, most, triton.cdiv(max_context, min_tokens))), min_tokens)
+    return SplitPlan(max(1, min(wanted, most, cdiv(max_context, min_tokens))), min_tokens)
 
 
 def decode_attention(
@@ -335,25 +343,25 @@ def decode_attention(
     else:
         partials = statistics = counters = out
     group = heads.num_heads // heads.num_kv_heads
-    grid, padded = (heads.num_kv_heads, rows, plan.num_splits), triton.next_power_of_2(heads.head_dim)
+    grid, padded = (heads.num_kv_heads, rows, plan.num_splits), next_power_of_2(heads.head_dim)
     shape = {
-        "KV_HEADS": heads.num_kv_heads, "GROUP": group, "HEADS": triton.next_power_of_2(group),
+        "KV_HEADS": heads.num_kv_heads, "GROUP": group, "HEADS": next_power_of_2(group),
         "DIM": heads.head_dim, "BLOCK_SIZE": block_size, "SPLIT": is_split, "SPLITS": MAX_SPLITS,
     }  # fmt: skip
     if isinstance(kv, Fp8Cache):
         _decode_fp8_kernel[grid](
             qkv, kv.numbers, kv.numbers.view(torch.int16), kv.scales.view(torch.int32), block_tables, lengths, out,
             partials, statistics, counters, qkv.stride(0), block_tables.stride(0), out.stride(0), heads.num_heads,
-            plan.num_splits, triton.cdiv(plan.min_tokens, _FP8_TOKENS), heads.scale * _LOG2_E,
-            **shape, ROWS=max(8, triton.next_power_of_2(group)), PADDED=max(32, padded), TOKENS=_FP8_TOKENS,
+            plan.num_splits, cdiv(plan.min_tokens, _FP8_TOKENS), heads.scale * _LOG2_E,
+            **shape, ROWS=max(8, next_power_of_2(group)), PADDED=max(32, padded), TOKENS=_FP8_TOKENS,
             NATIVE=out.device.type != "cpu", num_warps=_FP8_WARPS, num_stages=_FP8_STAGES, **launch_options(),
         )  # fmt: skip
         return out
     _decode_kernel[grid](
         qkv, numbers, block_tables, lengths, out, partials, statistics, counters,
         qkv.stride(0), numbers.stride(0), numbers.stride(1), block_tables.stride(0), out.stride(0), heads.num_heads,
-        plan.num_splits, triton.cdiv(plan.min_tokens, _TOKENS), heads.scale * _LOG2_E,
-        **shape, ROWS=max(16, triton.next_power_of_2(group)), PADDED=max(16, padded), TOKENS=_TOKENS,
+        plan.num_splits, cdiv(plan.min_tokens, _TOKENS), heads.scale * _LOG2_E,
+        **shape, ROWS=max(16, next_power_of_2(group)), PADDED=max(16, padded), TOKENS=_TOKENS,
         PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32",
         num_warps=1, num_stages=3 if rows * heads.num_kv_heads <= _FEW_PROGRAMS else 5, **launch_options(),
     )  # fmt: skip

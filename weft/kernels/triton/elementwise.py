@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.kernels.batch import HeadNorms, HeadShape
 from weft.kernels.kv_cache import ABOVE_LARGEST, E4M3_EXPONENT, Fp8Cache, LayerCache, block_size_of, numbers_in
-from weft.kernels.triton.launch import launch_options, wait_for_inputs
+from weft.kernels.triton.launch import cdiv, launch_options, next_power_of_2, wait_for_inputs
 
 _MAX_HIDDEN = 16384
 _SMALL_TILE = 1024
@@ -50,9 +50,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     num_rows = rows.shape[0]
     if num_rows == 0:
         return out
-    block = max(64, triton.next_power_of_2(hidden))
+    block = max(64, next_power_of_2(hidden))
     per_program = max(1, _SMALL_TILE // block)
-    _norm_kernel[(triton.cdiv(num_rows, per_program),)](
+    _norm_kernel[(cdiv(num_rows, per_program),)](
         rows, weight, out, num_rows, hidden, rows.stride(0), eps, ROWS=per_program, BLOCK=block,
         num_warps=min(16, max(4, per_program * block // 256)), **launch_options(),
     )  # fmt: skip
@@ -86,7 +86,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     rows = gate_up if gate_up.dim() == 2 and gate_up.stride(1) == 1 else gate_up.reshape(-1, 2 * width).contiguous()
     if rows.shape[0]:
-        _silu_mul_kernel[(rows.shape[0], triton.cdiv(width, _BLOCK))](
+        _silu_mul_kernel[(rows.shape[0], cdiv(width, _BLOCK))](
             rows, out, width, rows.stride(0), BLOCK=_BLOCK, num_warps=4, **launch_options()
         )
     return out
@@ -176,10 +176,10 @@ def rotate_and_store(
     pairs = torch.view_as_real(rotations)
     if pairs.stride(1) != 2:
         pairs = pairs.contiguous()
-    padded = triton.next_power_of_2(heads.head_dim)
+    padded = next_power_of_2(heads.head_dim)
     per_program = max(1, _ROPE_TILE // padded)
     num_heads = heads.num_heads + 2 * heads.num_kv_heads
-    _rope_store_kernel[(qkv.shape[0], triton.cdiv(num_heads, per_program))](
+    _rope_store_kernel[(qkv.shape[0], cdiv(num_heads, per_program))](
         qkv, pairs, numbers, scales, slots, qkv if norms is None else norms.query, qkv if norms is None else norms.key,
         qkv.stride(0), pairs.stride(0), heads.kv_size, 0.0 if norms is None else norms.eps,
         Q_HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, HEADS=per_program, PADDED=padded,
@@ -222,7 +222,7 @@ def gather_inputs(
     num_tokens, num_sequences, width = len(token_rows), len(sequence_rows), blocks.shape[1]
     out_tokens, slots = (torch.empty_like(token_rows) for _ in range(2))
     block_tables = torch.empty(num_sequences, width, dtype=torch.int64, device=blocks.device)
-    _gather_kernel[(1 + num_sequences, triton.cdiv(max(num_tokens, width), _GATHERED))](
+    _gather_kernel[(1 + num_sequences, cdiv(max(num_tokens, width), _GATHERED))](
         tokens, blocks, token_rows, positions, sequence_rows, out_tokens, slots, block_tables, num_tokens, width,
         tokens.stride(0), blocks.stride(0), BLOCK_SIZE=block_size, GATHERED=_GATHERED, num_warps=4, **launch_options(),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.kernels.fp8 import E4M3, E4M3_MAX, GROUP, SMALLEST_SCALE, Fp8Rows, Fp8Weight
 from weft.kernels.triton.elementwise import normalised, silu_times
-from weft.kernels.triton.launch import launch_options, wait_for_inputs
+from weft.kernels.triton.launch import cdiv, launch_options, next_power_of_2, wait_for_inputs
 
 _GROUP, _E4M3_MAX, _SMALLEST_SCALE = tl.constexpr(GROUP), tl.constexpr(E4M3_MAX), tl.constexpr(SMALLEST_SCALE)
 _LIBRARY_ALIGNMENT = 16
@@ -50,7 +50,7 @@ def quantise_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Fp
     out = torch.empty(num_rows, num_columns, dtype=E4M3, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     rows = x if x.stride(1) == 1 else x.contiguous()
-    block = max(64, triton.next_power_of_2(num_columns))
+    block = max(64, next_power_of_2(num_columns))
     if num_rows:
         _quantise_kernel[(num_rows,)](
             rows, rows if norm is None else norm, out, scales, num_columns, rows.stride(0), eps,
@@ -93,11 +93,11 @@ def quantise_gated(gate_up: Tensor) -> Fp8Rows:
     out = torch.empty(num_rows, width, dtype=E4M3, device=gate_up.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=gate_up.device)
     rows = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
-    block = min(_GATED_BLOCK, max(64, triton.next_power_of_2(width)))
+    block = min(_GATED_BLOCK, max(64, next_power_of_2(width)))
     if num_rows:
         _quantise_gated_kernel[(num_rows,)](
             rows, out, scales, width, rows.stride(0),
-            BLOCK=block, BLOCKS=triton.cdiv(width, block), num_warps=max(1, block // 256), **launch_options(),
+            BLOCK=block, BLOCKS=cdiv(width, block), num_warps=max(1, block // 256), **launch_options(),
         )  # fmt: skip
     return Fp8Rows(out, scales)
 
@@ -166,7 +166,7 @@ def tile_config(num_rows: int, num_outputs: int, grouped: bool) -> TileConfig:
     if 192 < num_rows <= 256 and not grouped:
         tilings.append(TileConfig(128, 64, 128, 4, 6))
     for tiling in tilings:
-        if triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_outputs, tiling.block_n) >= _MULTIPROCESSORS * 5 // 6:
+        if cdiv(num_rows, tiling.rows) * cdiv(num_outputs, tiling.block_n) >= _MULTIPROCESSORS * 5 // 6:
             return tiling
     return TileConfig(64, 128, 128, 4, 5)
 
@@ -185,7 +185,7 @@ def tiled(
     if num_rows == 0:
         return
     rows, block_n, block_k, warps, stages = config or tile_config(num_rows, num_outputs, len(weight.scales) > 1)
-    _tiled_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, block_n))](
+    _tiled_kernel[(cdiv(num_rows, rows), cdiv(num_outputs, block_n))](
         x.numbers, x.scales, weight.numbers, weight.scales,
         x.scales if bias is None else bias, x.scales if residual is None else residual, out,
         num_rows, num_outputs, k, weight.numbers.stride(0), weight.scales.stride(0),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.kernels.fp8 import GROUP, FloatWeight, Fp8Weight, numbers_of, scales_of
 from weft.kernels.triton.elementwise import silu_times
-from weft.kernels.triton.launch import launch_options, wait_for_inputs
+from weft.kernels.triton.launch import cdiv, launch_options, next_power_of_2, wait_for_inputs
 
 _NARROW = (torch.bfloat16, torch.float16)
 _GROUP = tl.constexpr(GROUP)
@@ -184,11 +184,11 @@ def _launch(
     own = outputs // 2 if gated else outputs
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     k = x.shape[1]
-    _gemv_kernel[(triton.cdiv(num_outputs, own),)](
+    _gemv_kernel[(cdiv(num_outputs, own),)](
         x, numbers, x if scales is None else scales, x if bias is None else bias, x if norm is None else norm,
         x if residual is None else residual, out,
         num_outputs, numbers.stride(0), 0 if scales is None else scales.stride(0), eps,
-        K=k, OUTPUTS=outputs, BLOCK_K=min(block_bytes // numbers.itemsize, max(16, triton.next_power_of_2(k))),
+        K=k, OUTPUTS=outputs, BLOCK_K=min(block_bytes // numbers.itemsize, max(16, next_power_of_2(k))),
         SCALED=scales is not None, GROUPED=scales is not None and len(scales) > 1,
         BIAS=bias is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
         num_warps=4, **launch_options(),

@@ -27,7 +27,7 @@ from weft.kernels.int_weights import BLOCK, MIDDLE, TILE, IntWeight
 from weft.kernels.triton import fp8_linears, w4a8_linears
 from weft.kernels.triton.elementwise import rms_norm, silu_mul
 from weft.kernels.triton.int_jobs import job_of, store_outputs, tiles_of, words_of
-from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
+from weft.kernels.triton.launch import cdiv, is_last, launch_options, wait_for_inputs, zeroed_counters
 
 MAX_ROWS = 256
 """Rows up to which weights are multiplied as they are. For 512 rows and the queries, keys and values of a 7B model that
@@ -363,17 +363,17 @@ def int_config(rows: int, num_tiles: int, num_blocks: int, gated: bool, bits: in
     """Return the tiling of a product, as measured in steps of a 7B model on an H200: programs that leave room for
     others on a multiprocessor, and large tiles for more rows than 64. What two programs share is in the L2 cache."""
     if rows > 64:
-        pairs = triton.cdiv(num_tiles, 2)
+        pairs = cdiv(num_tiles, 2)
         # Of eight bits the stages of 256 rows do not fit the shared memory.
         padded = 256 if bits == 4 and rows > 128 and pairs >= _MULTIPROCESSORS * 2 // 3 else 128
-        jobs = pairs * triton.cdiv(rows, padded)
+        jobs = pairs * cdiv(rows, padded)
         # One job a multiprocessor, as often as all have one; the others are shared.
         rest = jobs % _MULTIPROCESSORS
         split_k = max(1, min(_MULTIPROCESSORS // max(1, rest), num_blocks // 4))
         return IntConfig(padded, 2, split_k, 8, 3, whole=jobs - rest)
     padded = next(each for each in (8, 32, 64) if rows <= each)
     tiles = 2 if gated else 1
-    jobs = triton.cdiv(num_tiles, tiles)
+    jobs = cdiv(num_tiles, tiles)
     neighbours, registers = (3, 168) if padded == 64 or (padded == 8 and gated) else (4, 128)
     split_k = min(neighbours * _MULTIPROCESSORS // jobs, num_blocks // (4 if padded == 8 else 8))
     # Gates and ups of eight bits do not leave room for more than a block of each.
@@ -413,7 +413,7 @@ def product(
     config = config or int_config(num_rows, num_tiles, num_blocks, gated, weight.bits)
     rows, tiles, split_k, warps, stages, registers, whole, ahead = config
     num_outputs = out.shape[1]
-    jobs = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
+    jobs = cdiv(num_rows, rows) * cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
     whole = min(whole, jobs)
     programs = whole + (jobs - whole) * split_k
     partials = torch.empty((programs - whole) * tiles * TILE * rows if split_k > 1 else 0, device=out.device)

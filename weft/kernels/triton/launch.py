@@ -26,6 +26,15 @@ _awaits_slow_kernels = False
 _counters: dict[torch.device, Tensor] = {}
 
 
+def cdiv(number: int, by: int) -> int:
+    """Divide, and round up. Triton's own function takes microseconds, which add up over the launches of a step."""
+    return -(-number // by)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
 @contextmanager
 def overlapping_launches() -> Iterator[None]:
     """Use programmatic dependent launch for the kernels launched within. For graphs: it makes a replay faster and an

@@ -29,7 +29,7 @@ from weft.kernels.int_weights import IntWeight
 from weft.kernels.quantised import QuantisedWeight
 from weft.kernels.triton import fp8_linears, gemv, int_linears
 from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
-from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
+from weft.kernels.triton.launch import cdiv, is_last, launch_options, next_power_of_2, wait_for_inputs, zeroed_counters
 from weft.kernels.weights import Weight
 from weft.switches import is_on
 
@@ -155,8 +155,8 @@ def _skinny_kernel(
 def skinny_config(rows: int, n: int, k: int, gated: bool, itemsize: int = 2) -> SkinnyConfig:
     """Return the tiling for weights [n, k], as measured on the linear layers of 7B and 14B models. All programs of a
     launch are on the chip together where they can be, and the shared memory is theirs for tiles on their way."""
-    padded = max(16, triton.next_power_of_2(rows))
-    tiles = triton.cdiv(n // 2, _BLOCK_N // 2) if gated else triton.cdiv(n, _BLOCK_N)
+    padded = max(16, next_power_of_2(rows))
+    tiles = cdiv(n // 2, _BLOCK_N // 2) if gated else cdiv(n, _BLOCK_N)
     split_k = neighbours = 1
     if tiles <= _MULTIPROCESSORS // 2:
         split_k = _MULTIPROCESSORS // tiles
@@ -165,7 +165,7 @@ def skinny_config(rows: int, n: int, k: int, gated: bool, itemsize: int = 2) -> 
         split_k = 2 * _MULTIPROCESSORS // tiles
     elif itemsize == 1:
         neighbours = 3 if padded <= 32 else 2
-    split_k = max(1, min(split_k, _MAX_SPLITS, triton.cdiv(k, _BLOCK_K) // _MIN_STEPS))
+    split_k = max(1, min(split_k, _MAX_SPLITS, cdiv(k, _BLOCK_K) // _MIN_STEPS))
     stage_bytes = itemsize * _BLOCK_K * (_BLOCK_N + padded)
     stages = min(_MAX_STAGES, (_SHARED_BYTES // neighbours - 1024) // stage_bytes)
     return SkinnyConfig(padded, _BLOCK_N, _BLOCK_K, split_k, _WARPS, stages, neighbours)
@@ -230,7 +230,7 @@ def _launch(
         config = skinny_config(num_rows, weight.shape[0], k, gated, numbers.itemsize)
     rows, block_n, block_k, split_k, warps, stages, neighbours, prefetch = config
     num_outputs = out.shape[1]
-    tiles = triton.cdiv(num_outputs, block_n // 2 if gated else block_n)
+    tiles = cdiv(num_outputs, block_n // 2 if gated else block_n)
     if split_k > 1:
         partials = torch.empty(tiles * split_k * block_n * rows, dtype=torch.float32, device=out.device)
         counters = zeroed_counters(out.device)

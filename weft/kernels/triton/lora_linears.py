@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.triton.elementwise import silu_times
-from weft.kernels.triton.launch import launch_options, wait_for_inputs
+from weft.kernels.triton.launch import cdiv, launch_options, wait_for_inputs
 from weft.kernels.weights import SlotLowRank
 
 _ROWS = tl.constexpr(16)
@@ -164,7 +164,7 @@ def lora_shrink(x: Tensor, weight: SlotLowRank, groups: AdapterGroups) -> Tensor
     if x.stride(1) != 1:
         raise ValueError("rows must be contiguous")
     block_k = min(_MAX_K, max(16, _SHRINK_BYTES // (x.itemsize * weight.rank)))
-    splits, width = triton.cdiv(k, block_k), weight.shrink.shape[1]
+    splits, width = cdiv(k, block_k), weight.shrink.shape[1]
     partials = torch.empty(splits, num_tokens, width, dtype=torch.float32, device=x.device)
     _shrink_kernel[(splits * len(weight.ends), len(weight.shrink), _chunks(num_tokens))](
         x, weight.shrink, groups.order, groups.starts, partials, num_tokens, k, x.stride(0),
@@ -180,7 +180,7 @@ def lora_expand_add(ranks: Tensor, weight: SlotLowRank, groups: AdapterGroups, y
         raise ValueError("rows must be contiguous")
     ends, parts = weight.ends, len(weight.ends)
     block_n = min(_MAX_N, max(16, _EXPAND_BYTES // (y.itemsize * weight.rank)))
-    tiles = sum(triton.cdiv(end - begin, block_n) for begin, end in zip((0, *ends), ends, strict=False))
+    tiles = sum(cdiv(end - begin, block_n) for begin, end in zip((0, *ends), ends, strict=False))
     _expand_add_kernel[(tiles, len(weight.expand), _chunks(len(y)))](
         ranks, weight.expand, groups.order, groups.starts, y, len(y), ends[0], ends[min(1, parts - 1)], ends[-1],
         y.stride(0), PARTS=parts, RANK=weight.rank, BLOCK_N=block_n, SPLITS=len(ranks), PRECISION=_precision(y),
@@ -195,7 +195,7 @@ def lora_expand_gate(gate_up: Tensor, ranks: Tensor, weight: SlotLowRank, groups
     num_tokens, width = len(gate_up), weight.ends[0]
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     block_n = min(_MAX_GATES, max(16, _EXPAND_BYTES // (2 * gate_up.itemsize * weight.rank)))
-    _expand_gate_kernel[(triton.cdiv(width, block_n), len(weight.expand) + 1, _chunks(num_tokens))](
+    _expand_gate_kernel[(cdiv(width, block_n), len(weight.expand) + 1, _chunks(num_tokens))](
         gate_up, ranks, weight.expand, groups.order, groups.starts, out, num_tokens, width, gate_up.stride(0),
         RANK=weight.rank, BLOCK_N=block_n, SPLITS=len(ranks), PRECISION=_precision(gate_up),
         num_warps=1, num_stages=1, **launch_options(),
@@ -204,7 +204,7 @@ def lora_expand_gate(gate_up: Tensor, ranks: Tensor, weight: SlotLowRank, groups
 
 
 def _chunks(num_tokens: int) -> int:
-    return int(triton.cdiv(num_tokens, _MAX_ROWS.value))
+    return int(cdiv(num_tokens, _MAX_ROWS.value))
 
 
 def _precision(x: Tensor) -> str:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from weft.kernels.batch import AttentionBatch, HeadShape
 from weft.kernels.kv_cache import Fp8Cache, LayerCache, block_size_of, numbers_in
 from weft.kernels.triton.decode_attention import as_half, decode_attention, inverse, key_scales, value_scales
-from weft.kernels.triton.launch import awaits_slow_kernels, launch_options, wait_for_inputs
+from weft.kernels.triton.launch import awaits_slow_kernels, cdiv, launch_options, next_power_of_2, wait_for_inputs
 from weft.switches import is_on
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -226,13 +226,13 @@ def prefill_attention(
         return out
     config = _FEW_QUERIES if is_wide else prefill_config(num_rows, qkv.itemsize, heads.head_dim, is_fp8)
     # Enough for the sequences' tiles and those of the rows behind, however the rows are shared out.
-    most_tiles = triton.cdiv(num_rows, config.queries) + num_sequences
+    most_tiles = cdiv(num_rows, config.queries) + num_sequences
     _prefill_kernel[(heads.num_heads, most_tiles)](
         qkv, numbers, words, block_tables, lengths, query_starts, out, num_rows, num_sequences, qkv.stride(0),
         numbers.stride(0), heads.head_dim if is_fp8 else heads.kv_size, block_tables.stride(0), out.stride(0),
         heads.scale * _LOG2_E,
         GROUP=heads.num_heads // heads.num_kv_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim,
-        PADDED=max(16, triton.next_power_of_2(heads.head_dim)),
+        PADDED=max(16, next_power_of_2(heads.head_dim)),
         HEAD_STRIDE=heads.head_dim * (block_size if is_fp8 else 1), BLOCK_M=config.queries, BLOCK_N=config.tokens,
         BLOCK_SIZE=block_size, SCALED=is_fp8, PRECISION="tf32x3" if qkv.itemsize == 4 else "tf32",
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, **launch_options(),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.launch import launch_options, wait_for_inputs
+from weft.kernels.triton.launch import cdiv, launch_options, next_power_of_2, wait_for_inputs
 
 _CHUNK = 4096
 
@@ -131,7 +131,7 @@ def _choose(
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return tokens
-    num_chunks = triton.cdiv(vocabulary, _CHUNK)
+    num_chunks = cdiv(vocabulary, _CHUNK)
     best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     options = launch_options()
     gumbel = temperatures is not None
@@ -146,6 +146,6 @@ def _choose(
     )  # fmt: skip
     _row_kernel[(num_rows,)](
         best, tokens, peaks, num_chunks,
-        PEAKS=not gumbel, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1, **options,
+        PEAKS=not gumbel, CHUNKS=next_power_of_2(num_chunks), num_warps=1, **options,
     )  # fmt: skip
     return tokens

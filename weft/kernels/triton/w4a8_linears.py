@@ -24,7 +24,7 @@ from weft.kernels.fp8 import E4M3, E4M3_MAX, SMALLEST_SCALE
 from weft.kernels.int_weights import BLOCK, MIDDLE, TILE, IntWeight
 from weft.kernels.triton.elementwise import normalised
 from weft.kernels.triton.int_jobs import job_of, store_outputs, tiles_of, words_of
-from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
+from weft.kernels.triton.launch import cdiv, is_last, launch_options, next_power_of_2, wait_for_inputs, zeroed_counters
 
 MIN_ROWS, MAX_ROWS = 65, 256
 _BLOCK, _TILE, _MIDDLE = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(MIDDLE)
@@ -134,13 +134,13 @@ def _block_rows_kernel(
 def block_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> BlockRows:
     """Return the rows of x, or of their RMSNorm, as e4m3 in the order of blocks."""
     num_rows, num_columns = x.shape
-    num_blocks = triton.cdiv(num_columns, BLOCK)
-    padded_rows = triton.cdiv(num_rows, _PADDING) * _PADDING
+    num_blocks = cdiv(num_columns, BLOCK)
+    padded_rows = cdiv(num_rows, _PADDING) * _PADDING
     out = torch.empty(num_blocks, padded_rows, BLOCK, dtype=E4M3, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     sums = torch.empty(num_blocks, padded_rows, dtype=torch.float32, device=x.device)
     rows = x if x.stride(1) == 1 else x.contiguous()
-    blocks = max(_LEAST_BLOCKS, triton.next_power_of_2(num_blocks))
+    blocks = max(_LEAST_BLOCKS, next_power_of_2(num_blocks))
     if num_rows:
         _block_rows_kernel[(num_rows,)](
             rows, rows if norm is None else norm, out, scales, sums, num_columns, num_blocks, padded_rows,
@@ -292,9 +292,9 @@ def _w4a8_kernel(
 
 def w4a8_config(rows: int, num_tiles: int, num_blocks: int) -> BlockConfig:
     """Return the tiling of a product."""
-    pairs = triton.cdiv(num_tiles, 2)
+    pairs = cdiv(num_tiles, 2)
     padded = 256 if rows > 128 and pairs >= _MULTIPROCESSORS * 2 // 3 else 128
-    jobs = pairs * triton.cdiv(rows, padded)
+    jobs = pairs * cdiv(rows, padded)
     # One job a multiprocessor, as often as all have one; the others are shared.
     rest = jobs % _MULTIPROCESSORS
     split_k = max(1, min(_MULTIPROCESSORS // max(1, rest), num_blocks // 4))
@@ -330,7 +330,7 @@ def product(
     config = config or w4a8_config(num_rows, num_tiles, num_blocks)
     rows, tiles, split_k, warps, stages, at_once, whole, registers = config
     num_outputs = out.shape[1]
-    jobs = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
+    jobs = cdiv(num_rows, rows) * cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
     whole = min(whole, jobs)
     programs = whole + (jobs - whole) * split_k
     partials = torch.empty((programs - whole) * tiles * TILE * rows if split_k > 1 else 0, device=out.device)

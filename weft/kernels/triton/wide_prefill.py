@@ -9,7 +9,6 @@ while the matrix units multiply for one group, the softmax of the other's is com
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from weft.kernels.batch import HeadShape
-from weft.kernels.triton.launch import launch_options
+from weft.kernels.triton.launch import cdiv, launch_options
 
 _LEAST = gl.constexpr(-1.0e30)
 _QUERIES, _TOKENS, _STAGES = 128, 128, 3
@@ -312,7 +311,7 @@ def wide_prefill_attention(
 ) -> None:
     """Compute what `prefill_attention` returns into `out`: heads of 128 numbers of two bytes, blocks of 16 tokens."""
     num_rows, num_sequences = len(qkv), len(block_tables)
-    _wide_prefill_kernel[(heads.num_heads, triton.cdiv(num_rows, _QUERIES) + num_sequences)](
+    _wide_prefill_kernel[(heads.num_heads, cdiv(num_rows, _QUERIES) + num_sequences)](
         qkv, kv, block_tables, lengths, query_starts, out, num_rows, num_sequences, qkv.stride(0), kv.stride(0),
         block_tables.stride(0), out.stride(0), scale,
         GROUP=heads.num_heads // heads.num_kv_heads, KV_HEADS=heads.num_kv_heads, DIM=HEAD_DIM, BLOCK_N=_TOKENS,
