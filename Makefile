@@ -22,6 +22,7 @@
 #   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into build/vllm: 2 GB)
 #   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
 #   make bench-cpu-peers   the default model by Weft and by llama.cpp on this machine's CPU (built in build/llama.cpp)
+#   make bench-gpu-peers   Weft and vLLM in turns on one GPU (VLLM_PYTHON: the Python that has vLLM; ARGS="fp8", int4, bfloat16 or long)
 #   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
 #   make show-clients      the clients of tests/clients/clients.toml against Weft, as a table (in build/clients: 7 GB; ARGS="--only curl,Codex")
 #   make show-ray          every test of replicas on a Ray cluster, Ray Serve and scaling among them
@@ -45,6 +46,7 @@ RUNS ?= 1
 # Every test that starts a process would compile Weft anew where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 VLLM_ENV ?= build/vllm
+VLLM_PYTHON ?= $(VLLM_ENV)/bin/python
 GUIDELLM_ENV ?= build/guidellm
 LLAMA_CPP ?= build/llama.cpp
 LLAMA_SERVER ?=
@@ -54,7 +56,7 @@ ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release page screenshots docs lint-deploy first-token proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-clients show-agents show-ray show-llamacpp-tests show-open-responses show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release page screenshots docs lint-deploy first-token proto bench-cpu-peers bench-gpu-peers show-agreement show-vllm-bench show-vllm-engine show-clients show-agents show-ray show-llamacpp-tests show-open-responses show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -162,6 +164,9 @@ show-agreement: .venv/installed-dev $(VLLM_ENV)/installed $(GUIDELLM_ENV)/instal
 bench-cpu-peers: .venv/installed-dev $(LLAMA_CPP)/installed
 	@$(BIN)/weft pull smollm2
 	$(BIN)/python -m tests.peers.llama_cpp --llama $(LLAMA_CPP)/made/bin $(ARGS)
+
+bench-gpu-peers: .venv/installed-dev
+	$(BIN)/python -m tests.peers.vllm_gpu --vllm $(VLLM_PYTHON) $(or $(ARGS),fp8)
 
 show-vllm-engine: $(VLLM_ENV)/installed
 	$(VLLM_ENV)/bin/python -m pytest tests/backends/vllm $(ARGS)

@@ -31,6 +31,8 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.waiting import wait_until
+
 SEVEN_B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 30,
     "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 102400,
@@ -47,7 +49,6 @@ BATCHES, LENGTHS, THROUGHPUT = (1, 8, 32, 128, 256), (128, 2048), (256, 512, 256
 LONG_WORK = "16x32:16000:128"
 TIMES = ("first token", "between tokens", "start")
 """Lines of which less is better."""
-START_SECONDS = 400.0
 Figures = dict[str, float]
 
 
@@ -130,15 +131,18 @@ def vllm_server(python: str, model: Path) -> Iterator[tuple[str, float]]:
         "dummy", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.85", "--no-enable-prefix-caching",
     ]  # fmt: skip
     url, began = f"http://127.0.0.1:{port}", time.perf_counter()
+
+    def has_started() -> bool:
+        if server.poll() is not None:
+            sys.exit(f"vLLM did not start:\n{(model / 'vllm.log').read_text()[-4000:]}")
+        return _is_ready(url)
+
     with (model / "vllm.log").open("w") as log:
         server = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=vllm_environment(), start_new_session=True
         )
     try:
-        while not _is_ready(url):
-            if server.poll() is not None or time.perf_counter() - began > START_SECONDS:
-                sys.exit(f"vLLM did not start:\n{(model / 'vllm.log').read_text()[-4000:]}")
-            time.sleep(0.5)
+        wait_until(has_started, "vLLM's start")
         yield url, time.perf_counter() - began
     finally:
         server.terminate()
