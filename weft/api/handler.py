@@ -10,9 +10,8 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import ClassVar
 
 import msgspec
-from fastapi import Response
+from fastapi import FastAPI, Response
 from fastapi.responses import StreamingResponse
-from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from weft import logs
@@ -41,28 +40,6 @@ _UNBUFFERED: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", 
 SSE_HEADERS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *_UNBUFFERED]
 NDJSON_HEADERS: Headers = [(b"content-type", b"application/x-ndjson"), *_UNBUFFERED]
 """A stream whose every line is JSON has neither comments nor empty lines."""
-
-
-class ChunkHead(Struct, frozen=True, kw_only=True):
-    """The fields that every chunk of one stream repeats."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-
-class ChunkFrame:
-    """Puts the choices of one stream's chunks between bytes that were encoded when the stream began."""
-
-    def __init__(self, head: ChunkHead, *, include_usage: bool) -> None:
-        self.before = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
-        self.after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-
-    def after_with(self, fields: dict[str, object]) -> bytes:
-        """Return what ends a chunk that has these fields besides its choices."""
-        return b"]," + msgspec.json.encode(fields)[1:] + b"\n\n" if fields else self.after
 
 
 def named_event(name: str, body: object) -> bytes:
@@ -367,3 +344,16 @@ class KeepAlive:
 async def _written(response: StreamedResponse | EventLog, body: bytes) -> None:
     if body and (writing := response.write(body)) is not None:
         await writing
+
+
+def add_posts(app: FastAPI, routes: Mapping[str, Callable[[], Response]]) -> None:
+    """Add routes that the description of the interface leaves out."""
+
+    def responding(response: Callable[[], Response]) -> Callable[[], Awaitable[Response]]:
+        async def respond() -> Response:
+            return response()
+
+        return respond
+
+    for path, response in routes.items():
+        app.add_api_route(path, responding(response), methods=["POST"], include_in_schema=False)

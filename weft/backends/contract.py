@@ -243,16 +243,7 @@ class UnknownText:
     def tokenizer(self) -> Tokenizer:
         raise tokens_unknown(self._engine, "This")
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_variables: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-    ) -> ChatPrompt:
+    def encode_chat(self, *_: Any, **__: Any) -> ChatPrompt:
         raise tokens_unknown(self._engine, "This")
 
 

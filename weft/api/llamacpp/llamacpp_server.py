@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,7 +13,7 @@ from msgspec import Struct
 from weft import __version__, logs
 from weft.api.body import parse
 from weft.api.error_responses import JsonResponse
-from weft.api.handler import Handler
+from weft.api.handler import Handler, add_posts
 from weft.api.llamacpp.llamacpp_completion import generation_settings, infill_endpoint, llama_completion_endpoint
 from weft.api.llamacpp.llamacpp_schema import ApplyTemplateRequest, LlamaTokenizeRequest
 from weft.api.openai.openai_schema import ChatRequest
@@ -56,30 +57,19 @@ class LlamaSlot(Struct, frozen=True, kw_only=True):
 
 
 def add_llamacpp(app: FastAPI, admission: Admission) -> None:
-    @app.post("/completion", include_in_schema=False)
-    @app.post("/completions", include_in_schema=False)
-    async def completion() -> Response:
-        return Handler(admission, llama_completion_endpoint)
-
-    @app.post("/infill", include_in_schema=False)
-    async def infill() -> Response:
-        return Handler(admission, infill_endpoint)
-
-    @app.post("/apply-template", include_in_schema=False)
-    async def templated() -> Response:
-        return TokenizeHandler(admission, apply_template)
-
-    @app.post("/v1/chat/completions/input_tokens", include_in_schema=False)
-    async def input_tokens() -> Response:
-        return TokenizeHandler(admission, count_chat_tokens)
-
-    @app.post("/tokenize", include_in_schema=False)
-    async def tokens() -> Response:
-        return TokenizeHandler(admission, llama_tokenize)
-
-    @app.post("/detokenize", include_in_schema=False)
-    async def text() -> Response:
-        return TokenizeHandler(admission, llama_detokenize)
+    completion = partial(Handler, admission, llama_completion_endpoint)
+    add_posts(
+        app,
+        {
+            "/completion": completion,
+            "/completions": completion,
+            "/infill": partial(Handler, admission, infill_endpoint),
+            "/apply-template": partial(TokenizeHandler, admission, apply_template),
+            "/v1/chat/completions/input_tokens": partial(TokenizeHandler, admission, count_chat_tokens),
+            "/tokenize": partial(TokenizeHandler, admission, llama_tokenize),
+            "/detokenize": partial(TokenizeHandler, admission, llama_detokenize),
+        },
+    )
 
     @app.get("/props", include_in_schema=False)
     async def props(request: Request) -> Response:

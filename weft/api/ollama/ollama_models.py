@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from weft.api.admin import read
 from weft.api.body import checked, parse, read_body
 from weft.api.error_responses import JsonResponse, WrongKey
-from weft.api.handler import NDJSON_HEADERS, Handler, StreamedResponse, fields_header
+from weft.api.handler import NDJSON_HEADERS, Handler, StreamedResponse, add_posts, fields_header
 from weft.api.middleware import OLLAMA_PULL_PATH
 from weft.api.ollama.ollama_chat import chosen, ollama_chat_endpoint, ollama_generate_endpoint, served_name
 from weft.api.ollama.ollama_schema import (
@@ -79,26 +80,14 @@ class OllamaModel(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def add_ollama(app: FastAPI, admission: Admission, cards: Cards) -> None:
     """Add the routes. `cards` lists the models."""
-    _add_generation(app, admission)
+    generation = {
+        "/api/chat": ollama_chat_endpoint,
+        "/api/generate": ollama_generate_endpoint,
+        "/api/embed": ollama_embed_endpoint,
+        "/api/embeddings": ollama_old_embed_endpoint,
+    }
+    add_posts(app, {path: partial(Handler, admission, endpoint) for path, endpoint in generation.items()})
     _add_models(app, admission, cards)
-
-
-def _add_generation(app: FastAPI, admission: Admission) -> None:
-    @app.post("/api/chat", include_in_schema=False)
-    async def chat() -> Response:
-        return Handler(admission, ollama_chat_endpoint)
-
-    @app.post("/api/generate", include_in_schema=False)
-    async def generate() -> Response:
-        return Handler(admission, ollama_generate_endpoint)
-
-    @app.post("/api/embed", include_in_schema=False)
-    async def embed() -> Response:
-        return Handler(admission, ollama_embed_endpoint)
-
-    @app.post("/api/embeddings", include_in_schema=False)
-    async def embeddings() -> Response:
-        return Handler(admission, ollama_old_embed_endpoint)
 
 
 def _add_models(app: FastAPI, admission: Admission, cards: Cards) -> None:

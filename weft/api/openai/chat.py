@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Awaitable, Sequence
 
@@ -11,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from weft.api.body import off_loop, parse
-from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
+from weft.api.openai.choices_writer import ChoicesWriter
 from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures, num_shown, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
@@ -22,9 +21,7 @@ from weft.api.openai.openai_answers import (
     ChatLogprobs,
     ChatMessage,
     MadeCall,
-    UsageBody,
     timings_body,
-    usage_body,
     with_items,
 )
 from weft.api.openai.openai_schema import ChatRequest
@@ -45,7 +42,7 @@ from weft.text.parsers.pieces import (
     ToolCall,
     collect,
 )
-from weft.types import FinishReason, GenerationRequest, Output, Usage
+from weft.types import FinishReason, GenerationRequest, Output
 
 
 async def chat_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], ChatWriter]:
@@ -57,32 +54,18 @@ async def chat_endpoint(body: bytes, context: RequestContext) -> tuple[list[Gene
     return chat.requests, ChatWriter(answer_id, request, chat, served.engine)
 
 
-class ChatWriter(Writer):
+class ChatWriter(ChoicesWriter):
     """Writes one answer, with all its choices."""
 
     def __init__(self, answer_id: str, request: ChatRequest, chat: ParsedRequest, engine: Engine) -> None:
-        super().__init__(answer_id, request.model, stream=request.stream)
+        super().__init__(answer_id, "chat.completion.chunk", request, chat, engine)
         self._request = request
-        self._chat = chat
-        self._engine = engine
-        options = request.stream_options
-        self._include_usage = options is not None and options.include_usage
-        self._continuous_usage = options is not None and options.continuous_usage_stats
-        self._head = ChunkHead(
-            id=self.answer_id,
-            object="chat.completion.chunk",
-            created=int(time.time()),
-            model=request.model,
-            system_fingerprint=SYSTEM_FINGERPRINT,
-        )
-        self._frame = ChunkFrame(self._head, include_usage=self._include_usage)
         choices = range(len(chat.requests))
         self._readers = [chat.reader_options.reader() for _ in choices]
         self._has_called = [False for _ in choices]
-        self._usages = [Usage() for _ in choices]
-        self._before_delta = [self._frame.before + b'{"index":%d,"delta":' % index for index in choices]
+        self._before_delta = [self._before + b'{"index":%d,"delta":' % index for index in choices]
         self._before_text = [before + b'{"content":' for before in self._before_delta]
-        self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._frame.after
+        self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._after
         self._is_simple = chat.reader_options.is_plain and not (self._continuous_usage or request.return_token_ids)
         """An output of text alone is a chunk of text alone."""
         self._is_old = bool(request.functions)
@@ -94,7 +77,7 @@ class ChatWriter(Writer):
         if self._request.return_token_ids:
             fields["prompt_token_ids"] = self._prompt
         first, *others = self._before_delta
-        return first + role + self._frame.after_with(fields) + b"".join(b + role + self._frame.after for b in others)
+        return first + role + self._after_with(fields) + b"".join(b + role + self._after for b in others)
 
     def chunks(self, index: int, output: Output) -> bytes | Awaitable[bytes]:
         if self._is_simple and not (output.logprobs or output.finish or output.prompt_logprobs):
@@ -121,11 +104,6 @@ class ChatWriter(Writer):
             chunks.append(self._last_chunk(index, output))
         return b"".join(chunks)
 
-    def closing(self, usages: Sequence[Usage]) -> bytes:
-        if not self._include_usage:
-            return DONE
-        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
-
     async def whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
         return await off_loop(sum(map(num_figures, outputs)) > MANY_FIGURES, self._whole, outputs)
 
@@ -134,8 +112,8 @@ class ChatWriter(Writer):
         asked = self._request.return_token_ids
         answer = ChatCompletion(
             id=self.answer_id,
-            created=self._head.created,
-            model=self._head.model,
+            created=self._created,
+            model=self.model_name,
             choices=[],
             usage=self._usage_body([output.usage for output in outputs]),
             system_fingerprint=SYSTEM_FINGERPRINT,
@@ -176,7 +154,7 @@ class ChatWriter(Writer):
         elif fields and self._include_usage:
             fields["usage"] = None
         rest = b"," + msgspec.json.encode(choice)[1:]
-        return self._before_delta[index] + msgspec.json.encode(body) + rest + self._frame.after_with(fields)
+        return self._before_delta[index] + msgspec.json.encode(body) + rest + self._after_with(fields)
 
     def _choice(self, index: int, output: CollectedOutput) -> ChatChoice:
         answer = collect(self._readers[index].read(output.whole))
@@ -194,15 +172,12 @@ class ChatWriter(Writer):
 
     @property
     def _prompt(self) -> list[int]:
-        return tokens_of(self._chat.prompt)
+        return tokens_of(self._parsed.prompt)
 
     def _finish(self, index: int, finish: FinishReason | None) -> str:
-        if finish is FinishReason.STOP and self._has_called[index] and not self._chat.reader_options.is_named_call:
+        if finish is FinishReason.STOP and self._has_called[index] and not self._parsed.reader_options.is_named_call:
             return "function_call" if self._is_old else "tool_calls"
         return str(finish)
-
-    def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
-        return usage_body(usages, self._chat.n, self._chat.truncated_tokens)
 
     def _logprobs(self, output: Output | CollectedOutput) -> ChatLogprobs | None:
         if not output.logprobs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 import uuid
 from collections.abc import Awaitable, Sequence
 
@@ -12,7 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from weft.api.body import off_loop, parse
-from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
+from weft.api.openai.choices_writer import ChoicesWriter
 from weft.api.openai.logprobs import (
     MANY_FIGURES,
     completion_logprobs,
@@ -27,9 +26,7 @@ from weft.api.openai.openai_answers import (
     CompletionChoice,
     CompletionLogprobs,
     PromptLogprobs,
-    UsageBody,
     timings_body,
-    usage_body,
     with_items,
 )
 from weft.api.openai.openai_schema import CompletionRequest
@@ -38,7 +35,7 @@ from weft.backends.contract import Engine, tokens_of
 from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import unique_id
-from weft.types import GenerationRequest, Output, TokenLogprob, Usage
+from weft.types import GenerationRequest, Output, TokenLogprob
 
 
 async def completions_endpoint(
@@ -54,30 +51,16 @@ async def completions_endpoint(
     return completion.requests, CompletionWriter(answer_id, request, completion, served.engine)
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChoicesWriter):
     """Writes one answer, with all the choices of every prompt."""
 
     def __init__(self, answer_id: str, request: CompletionRequest, completion: ParsedRequest, engine: Engine) -> None:
-        super().__init__(answer_id, request.model, stream=request.stream)
+        super().__init__(answer_id, "text_completion", request, completion, engine)
         self._request = request
-        self._completion = completion
-        self._engine = engine
-        options = request.stream_options
-        self._include_usage = options is not None and options.include_usage
-        self._continuous_usage = options is not None and options.continuous_usage_stats
-        self._head = ChunkHead(
-            id=self.answer_id,
-            object="text_completion",
-            created=int(time.time()),
-            model=request.model,
-            system_fingerprint=SYSTEM_FINGERPRINT,
-        )
-        self._frame = ChunkFrame(self._head, include_usage=self._include_usage)
         choices = range(len(completion.requests))
-        self._before_text = [self._frame.before + b'{"index":%d,"text":' % index for index in choices]
-        self._after_text = b',"logprobs":null,"finish_reason":null}' + self._frame.after
+        self._before_text = [self._before + b'{"index":%d,"text":' % index for index in choices]
+        self._after_text = b',"logprobs":null,"finish_reason":null}' + self._after
         self._text_offsets = [0 for _ in choices]
-        self._usages = [Usage() for _ in choices]
         self._has_begun = [False for _ in choices]
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         """Logprobs of each prompt: its first choice brings them, before any other choice begins."""
@@ -95,14 +78,14 @@ class CompletionWriter(Writer):
             )
         self._note(index, output.prompt_logprobs)
         is_first, self._has_begun[index] = not self._has_begun[index], True
-        repeats_prompt = is_first and (self._request.echo or index // self._completion.n in self._prompt_logprobs)
+        repeats_prompt = is_first and (self._request.echo or index // self._parsed.n in self._prompt_logprobs)
         if repeats_prompt or (output.logprobs and num_figures(output) > MANY_FIGURES):
             return asyncio.to_thread(self._chunk, index, output, is_first=is_first)
         return self._chunk(index, output, is_first=is_first)
 
     def _chunk(self, index: int, output: Output, *, is_first: bool) -> bytes:
         self._usages[index] = output.usage
-        number = index // self._completion.n
+        number = index // self._parsed.n
         text = self._shown(output.text)
         choice: dict[str, object] = {"logprobs": None, "finish_reason": output.finish}
         logprobs: CompletionLogprobs | None = None
@@ -127,12 +110,7 @@ class CompletionWriter(Writer):
             return b""
         fields: dict[str, object] = {"usage": self._usage_body(self._usages)} if self._continuous_usage else {}
         rest = b"," + msgspec.json.encode(choice)[1:]
-        return self._before_text[index] + msgspec.json.encode(text) + rest + self._frame.after_with(fields)
-
-    def closing(self, usages: Sequence[Usage]) -> bytes:
-        if not self._include_usage:
-            return DONE
-        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
+        return self._before_text[index] + msgspec.json.encode(text) + rest + self._after_with(fields)
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
         is_long = self._request.echo or sum(map(num_figures, outputs)) > MANY_FIGURES
@@ -141,8 +119,8 @@ class CompletionWriter(Writer):
     def _whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
         answer = Completion(
             id=self.answer_id,
-            created=self._head.created,
-            model=self._head.model,
+            created=self._created,
+            model=self.model_name,
             choices=[],
             usage=self._usage_body([output.usage for output in outputs]),
             system_fingerprint=SYSTEM_FINGERPRINT,
@@ -154,7 +132,7 @@ class CompletionWriter(Writer):
 
     def _best(self, outputs: Sequence[CollectedOutput]) -> list[int]:
         """Return the places of the answers that are given: the n likeliest of each prompt, by mean log probability."""
-        made, n = self._completion.n, self._request.n
+        made, n = self._parsed.n, self._request.n
         if made == n:
             return [*range(len(outputs))]
 
@@ -168,7 +146,7 @@ class CompletionWriter(Writer):
     def _choice(self, number_given: int, index: int, output: CollectedOutput) -> CompletionChoice:
         """`number_given`: among the choices of the answer; `index`: among those that were made."""
         request = self._request
-        number = index // self._completion.n
+        number = index // self._parsed.n
         text, logprobs = self._shown(output.text), None
         if request.echo:
             text = self._prompt_text(number) + text
@@ -199,18 +177,18 @@ class CompletionWriter(Writer):
         return text if self._shows_answer else ""
 
     def _prompt(self, index: int) -> list[int]:
-        return tokens_of(self._completion.requests[index].prompt)
+        return tokens_of(self._parsed.requests[index].prompt)
 
     def _prompt_text(self, number: int) -> str:
         if number not in self._prompt_texts:
             skip = self._request.skip_special_tokens
-            prompt = self._prompt(number * self._completion.n)
+            prompt = self._prompt(number * self._parsed.n)
             self._prompt_texts[number] = self._engine.text.tokenizer.decode(prompt, skip_special_tokens=skip)
         return self._prompt_texts[number]
 
     def _note(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> None:
         if logprobs is not None:
-            self._prompt_logprobs[index // self._completion.n] = logprobs
+            self._prompt_logprobs[index // self._parsed.n] = logprobs
 
     def _figures_of(self, number: int) -> PromptLogprobs | None:
         """Return the figures of a prompt, if they are wanted, written once for all its choices."""
@@ -218,7 +196,7 @@ class CompletionWriter(Writer):
         if logprobs is None or self._request.prompt_logprobs is None:
             return None
         if number not in self._prompt_figures:
-            prompt = self._prompt(number * self._completion.n)
+            prompt = self._prompt(number * self._parsed.n)
             self._prompt_figures[number] = prompt_logprobs(self._engine.text.tokenizer, prompt, logprobs)
         return self._prompt_figures[number]
 
@@ -240,9 +218,6 @@ class CompletionWriter(Writer):
             return None, 0
         if number not in self._echoes:
             as_ids = self._request.return_tokens_as_token_ids
-            prompt = self._prompt(number * self._completion.n)
+            prompt = self._prompt(number * self._parsed.n)
             self._echoes[number] = echoed_logprobs(self._engine.text.tokenizer, prompt, logprobs, as_ids=as_ids)
         return self._echoes[number]
-
-    def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
-        return usage_body(usages, self._completion.n, self._completion.truncated_tokens)
