@@ -21,6 +21,10 @@ class Launched(NamedTuple):
     computed: StepResult
     calls: list[Call]
 
+    @property
+    def has_ended(self) -> bool:
+        return False
+
     def result(self) -> StepResult:
         self.calls.append(("read", self.plan.step_id))
         return self.computed

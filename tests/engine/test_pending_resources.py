@@ -36,6 +36,10 @@ class Launched(NamedTuple):
     computed: StepResult
     note: Callable[[str, int], None]
 
+    @property
+    def has_ended(self) -> bool:
+        return False
+
     def result(self) -> StepResult:
         self.note("read", self.plan.step_id)
         return self.computed

@@ -28,9 +28,9 @@ from safetensors.numpy import save_file
 from weft.backends import start_engine
 from weft.backends.contract import Engine
 from weft.backends.preflight import files_here
+from weft.bench.processes import peak_mib, processes_below
 from weft.bench.report import Judged, Required, environment
 from weft.errors import ConfigError
-from weft.machine.hardware import held_bytes, processes_below
 from weft.machine.model_size import Geometry, size_of
 from weft.options import Config
 from weft.types import GenerationRequest, Output, Sample, SamplingParams
@@ -106,7 +106,7 @@ async def _measured(config: Config, work: OfflineWork, tick: Tick) -> OfflineRep
             # On a CPU no step compiles or captures anything: memory is touched once for all lines.
             is_warm = bool(figures) and engine.model.device == "cpu"
             figures.append(await _measure(name, unit, once, work.runs, tick, is_warm=is_warm))
-        peak = max((held_bytes(pid, "VmHWM") for pid in processes_below(os.getpid())), default=0)
+        peak = max(map(peak_mib, processes_below(os.getpid())), default=0.0)
     finally:
         await engine.close()
     return OfflineReport(
@@ -115,7 +115,7 @@ async def _measured(config: Config, work: OfflineWork, tick: Tick) -> OfflineRep
         device=engine.model.device,
         dtype=engine.model.dtype,
         startup_seconds=startup,
-        engine_peak_mib=peak / (1 << 20),
+        engine_peak_mib=peak,
         figures=figures,
         environment=environment(),
         work=work,

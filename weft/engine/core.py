@@ -87,13 +87,14 @@ class EngineCore:
             if plan.admit or plan.admit_images:
                 admitted = [admission.request_id for admission in plan.admit]
                 on_start(admitted + [admission.request_id for admission in plan.admit_images])
+            was_idle = all(step.has_ended for step in self._under_way)
             launched = _within_memory(partial(self.runner.execute, plan))
             if launched is None:
                 if self._under_way:
                     self._read_oldest(brought)
                 brought.events += self.scheduler.take_back(plan)
                 return brought
-            self.scheduler.launched(plan)
+            self.scheduler.launched(plan, was_idle=was_idle)
             self._under_way.append(launched)
             if isinstance(launched, Deferred):
                 self._complete(launched, brought)

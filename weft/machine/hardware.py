@@ -42,19 +42,6 @@ def resident_bytes(pid: int, root: Path = ROOT) -> int:
     return int(lines[0].split()[1]) * os.sysconf("SC_PAGE_SIZE") if lines else 0
 
 
-def held_bytes(pid: int, name: str) -> int:
-    """Return what the kernel counts of a process by this name, as VmHWM, its peak memory; 0 where it has ended."""
-    return _kilobytes(ROOT / f"proc/{pid}/status").get(name, 0)
-
-
-def processes_below(pid: int) -> Iterator[int]:
-    """Yield the processes that a process has started, and theirs; none where the system does not tell."""
-    for listed in (ROOT / f"proc/{pid}/task").glob("*/children"):
-        for child in map(int, _read(listed).split()):
-            yield child
-            yield from processes_below(child)
-
-
 class _Mount(NamedTuple):
     inside: PurePosixPath
     """The part of the hierarchy that is visible there: a container may see its own part of it only."""

@@ -59,9 +59,11 @@ FITTED_SPREAD = 256
 is taken to cost twice as much behind 1,024 others as behind none."""
 MEMORY = 0.98
 """The weight of what was known, with each new step: some 50 steps are remembered."""
-HARDLY_WAITED = 1 / 16
-"""A step whose result was waited for a smaller share of its time had ended while the next one was launched."""
-CHEAPER = 31 / 32
+MOST_RISE = 1.5
+"""How much more a token costs at most after one step on a GPU, as a multiple of before."""
+MOSTLY = 0.9
+"""A step of which launching took so large a share took no longer than that."""
+CHEAPER = 15 / 16
 """What a token is taken to cost after such a step, as a share of before."""
 
 
@@ -87,7 +89,7 @@ class StepPace:
         self._least = least
         self._first = min(first or most, most)
         self._on_gpu = on_gpu
-        self.launch_seconds = 0.0
+        self._launch_seconds = 0.0
         """How long it takes to launch a step: tokens may take as long, whatever the goal."""
         self._cost = 0.0
         """Seconds of a token, at the context where that was seen last."""
@@ -110,7 +112,7 @@ class StepPace:
         return self._least * lots
 
     def _within_goal(self, context: float) -> float:
-        seconds = max(self._goal, self.launch_seconds)
+        seconds = max(self._goal, self._launch_seconds)
         return seconds / max(self._cost_at(context), seconds / self._most)
 
     def took(self, num_tokens: int, seconds: float, context: float = 0) -> None:
@@ -119,8 +121,10 @@ class StepPace:
         if not self._goal or num_tokens < self._least:
             return
         cost = seconds / num_tokens
-        # A rise is followed at once, and a fall by halves.
-        self._cost = max(cost, (self._cost_at(context) + cost) / 2)
+        known = self._cost_at(context)
+        # A rise is followed at once, and a fall by halves. On a GPU something else may have held a single step up.
+        most = MOST_RISE * known if self._on_gpu and known else cost
+        self._cost = (known + cost) / 2 if cost < known else min(cost, most)
         self._context = context
         self._sums = [
             MEMORY * held + new
@@ -128,9 +132,13 @@ class StepPace:
         ]
         self._growth = self._fitted_growth()
 
-    def took_less_than_launching(self) -> None:
-        """Take in a step that had ended while the next one was launched. What its tokens cost is not known; more of
-        them are tried until it is."""
+    def launch_took(self, seconds: float, *, is_exact: bool) -> None:
+        """Take in how long a step was launched. It is not exact where that had to wait for the step before it."""
+        self._launch_seconds = seconds if is_exact else min(seconds, self._launch_seconds)
+
+    def took_no_longer_than_launching(self) -> None:
+        """Take in a step that had ended when it was launched. What its tokens cost is not known; more of them are tried
+        until it is."""
         self._cost *= CHEAPER
 
     def _cost_at(self, context: float) -> float:

@@ -55,9 +55,9 @@ class Scheduler:
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._released_rows: list[int] = []
         self._under_way: dict[int, Promised] = {}
-        self._applied_at = self._launched_at = 0.0
-        self._saw_end = True
-        """The last step ended while it was waited for, not before."""
+        self._applied_at = 0.0
+        self._was_idle = False
+        """The device had nothing to do when the last step was launched."""
         self._next_step_id = 0
         self._clock = clock
         self._num_arrived = 0
@@ -158,17 +158,20 @@ class Scheduler:
         self.images.memory.released = []
         return plan
 
-    def launched(self, plan: StepPlan) -> None:
-        """Note that a step has been launched."""
-        self._launched_at = self._clock()
+    def launched(self, plan: StepPlan, *, was_idle: bool) -> None:
+        """Note that a step has been launched; `was_idle`: the device had nothing to do when that began."""
+        self._was_idle = was_idle
+        promised = self._under_way[plan.step_id]
+        seconds = self._clock() - promised.planned_at
+        if was_idle:
+            self._under_way[plan.step_id] = promised._replace(launch_seconds=seconds)
         decodes = _num_decodes(plan)
         # Steps with fewer prefills are captured: launching them takes no time.
         if decodes and not plan.denoise and plan.num_tokens - decodes > self.limits.max_mixed_prefill:
-            self.mixed_pace.launch_seconds = self._launched_at - self._under_way[plan.step_id].planned_at
+            self.mixed_pace.launch_took(seconds, is_exact=was_idle)
 
     def apply(self, plan: StepPlan, result: StepResult) -> StepEvents:
         """Take in the result of a step, and return what it brings to requests."""
-        read_at = self._clock()
         brought = StepEvents()
         events = brought.events
         sampled, outputs = iter(result.sampled), iter(result.row_outputs)
@@ -217,7 +220,7 @@ class Scheduler:
             if image.ends_step:
                 events.append(denoise_event(image, denoise, made))
         self.throttle.went_well()
-        self._take_in_time(plan, promised.planned_at, read_at)
+        self._take_in_time(plan, promised)
         return brought
 
     def take_back(self, failed: StepPlan, *later: StepPlan) -> list[Event]:
@@ -233,26 +236,25 @@ class Scheduler:
         alone = [*promised.rows, *promised.images]
         return [self._failure(cursor, NO_MEMORY) for cursor in alone if not cursor.ended]
 
-    def _take_in_time(self, plan: StepPlan, planned_at: float, read_at: float) -> None:
-        """Tell the paces how long a step took whose result was read at this time."""
-        now = self._clock()
+    def _take_in_time(self, plan: StepPlan, promised: Promised) -> None:
+        """Tell the paces how long a step took."""
+        now, launch_seconds = self._clock(), promised.launch_seconds
         # A step that was planned while another was under way began when that one ended.
-        seconds = now - max(planned_at, self._applied_at)
-        saw_begin = self._saw_end or planned_at >= self._applied_at
-        self._saw_end = not self._under_way or read_at - self._launched_at > policy.HARDLY_WAITED * seconds
+        seconds = now - (promised.planned_at if launch_seconds else max(promised.planned_at, self._applied_at))
         self._applied_at = now
+        had_ended = bool(self._under_way) and self._was_idle
         # A step that only prefills may have no result that is waited for; decodes alone tell nothing of prompts.
         decodes = _num_decodes(plan)
         is_mixed = 0 < decodes < sum(not row.draft for row in plan.rows)
         if plan.denoise or not (self.limits.max_step_seconds or is_mixed):
             return
-        if not self._saw_end:
-            if is_mixed:
-                self.mixed_pace.took_less_than_launching()
-        elif saw_begin:
-            before = sum(row.count * (row.start + row.count / 2) for row in plan.rows) / max(1, plan.num_tokens)
+        before = sum(row.count * (row.start + row.count / 2) for row in plan.rows) / max(1, plan.num_tokens)
+        if not had_ended:
             self.pace.took(plan.num_tokens, seconds, before)
-            if is_mixed and decodes <= policy.MOST_DECODES * plan.num_tokens:
+        if is_mixed and decodes <= policy.MOST_DECODES * plan.num_tokens:
+            if had_ended or launch_seconds > policy.MOSTLY * seconds:
+                self.mixed_pace.took_no_longer_than_launching()
+            else:
                 self.mixed_pace.took(plan.num_tokens, seconds, before)
 
     # The parts of a step.

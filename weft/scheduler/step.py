@@ -19,6 +19,8 @@ class Promised(NamedTuple):
     """Each with the number of preemptions that it had when it was planned."""
     images: list[DenoiseCursor]
     planned_at: float
+    launch_seconds: float = 0
+    """What launching took, planning included, of a step that began then, because the device was idle; else 0."""
 
 
 class Step:

@@ -103,9 +103,9 @@ class FutureSteps(NamedTuple):
                 for shape in graph_shapes(self.most_decodes, with_prefills=self.with_prefills):
                     computed(stepper, shape, self.limits.max_model_len, slots)
 
-    def stepper(self) -> Stepper:
-        """Return a stepper of a model of two layers, without memory."""
-        limits, geometry = self.limits, replace(self.geometry, num_layers=2)
+    def stepper(self, num_layers: int = 2) -> Stepper:
+        """Return a stepper of a model of so many layers, without memory."""
+        limits, geometry = self.limits, replace(self.geometry, num_layers=num_layers)
         files = ModelFiles(name="", path=Path(), kind="dummy", weight_files=[])
         weights = load_weights(
             files, geometry, NoSource(), dtype=self.dtype, device=META, linears=self.linears, shard=self.shard

@@ -80,6 +80,13 @@ class Pending(NamedTuple):
     constrained: dict[int, Constraint] | None = None
     """The constraints of the rows that sample, by row: one may belong to another request when this step is read."""
 
+    @property
+    def has_ended(self) -> bool:
+        """False where it is not known."""
+        if self.sampled is None or self.sampled.arrived is None:
+            return self.sampled is not None
+        return bool(self.sampled.arrived.query())  # type: ignore[no-untyped-call]
+
     def result(self) -> StepResult:
         read = self.sampled.read() if self.sampled is not None else []
         by_row: dict[int, list[Sampled]] = {row.row: [] for row in self.sampling}
@@ -101,6 +108,10 @@ class Deferred(NamedTuple):
 
     plan: StepPlan
     sample: Callable[[], Pending]
+
+    @property
+    def has_ended(self) -> bool:
+        return False
 
     def result(self) -> StepResult:
         return self.sample().result()

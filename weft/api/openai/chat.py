@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Awaitable, Sequence
 
@@ -10,7 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from weft.api.body import off_loop, parse
-from weft.api.openai.choices_writer import ChoicesWriter
+from weft.api.handler import DONE, Writer
 from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures, num_shown, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
@@ -21,10 +22,12 @@ from weft.api.openai.openai_answers import (
     ChatLogprobs,
     ChatMessage,
     MadeCall,
+    UsageBody,
     timings_body,
+    usage_body,
     with_items,
 )
-from weft.api.openai.openai_schema import ChatRequest
+from weft.api.openai.openai_schema import ChatRequest, SamplingFields
 from weft.api.translate import ParsedRequest, parse_chat
 from weft.backends.contract import Engine, tokens_of
 from weft.serving.admission import RequestContext
@@ -42,7 +45,7 @@ from weft.text.parsers.pieces import (
     ToolCall,
     collect,
 )
-from weft.types import FinishReason, GenerationRequest, Output
+from weft.types import FinishReason, GenerationRequest, Output, Usage
 
 
 async def chat_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], ChatWriter]:
@@ -52,6 +55,40 @@ async def chat_endpoint(body: bytes, context: RequestContext) -> tuple[list[Gene
     answer_id = f"chatcmpl-{request.request_id or uuid.uuid4().hex}"
     chat = await parse_chat(request, served, context.fields, request_id=unique_id(answer_id), tenant=context.tenant)
     return chat.requests, ChatWriter(answer_id, request, chat, served.engine)
+
+
+class ChoicesWriter(Writer):
+    """Writes one answer of a chat or a completion, with all its choices. Those of a chunk stand between bytes that are
+    encoded once."""
+
+    def __init__(
+        self, answer_id: str, chunk_object: str, request: SamplingFields, parsed: ParsedRequest, engine: Engine
+    ) -> None:
+        """`chunk_object`: what a chunk calls itself."""
+        super().__init__(answer_id, request.model, stream=request.stream)
+        self._parsed = parsed
+        self._engine = engine
+        options = request.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.continuous_usage_stats
+        self._created = int(time.time())
+        head = {"id": answer_id, "object": chunk_object, "created": self._created, "model": request.model}
+        head["system_fingerprint"] = SYSTEM_FINGERPRINT
+        self._before = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
+        self._usages = [Usage() for _ in parsed.requests]
+
+    def closing(self, usages: Sequence[Usage]) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return self._before + self._after_with({"usage": self._usage_body(usages)}) + DONE
+
+    def _after_with(self, fields: dict[str, object]) -> bytes:
+        """Return what ends a chunk that has these fields besides its choices."""
+        return b"]," + msgspec.json.encode(fields)[1:] + b"\n\n" if fields else self._after
+
+    def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
+        return usage_body(usages, self._parsed.n, self._parsed.truncated_tokens)
 
 
 class ChatWriter(ChoicesWriter):

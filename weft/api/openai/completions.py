@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from weft.api.body import off_loop, parse
-from weft.api.openai.choices_writer import ChoicesWriter
+from weft.api.openai.chat import ChoicesWriter
 from weft.api.openai.logprobs import (
     MANY_FIGURES,
     completion_logprobs,

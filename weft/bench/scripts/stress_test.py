@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,11 +20,11 @@ from weft.bench.grpc_load import GrpcClient, open_channel
 from weft.bench.http import Address
 from weft.bench.http_load import HttpClient, first_models
 from weft.bench.load_commands import end_by, write
+from weft.bench.processes import open_files, own_mb, processes_below
 from weft.bench.progress_line import progress
 from weft.bench.report import Judged, environment
 from weft.bench.scripts.subject import Duration, Engine, MaxTokens, Model, Output, command, main, subject
 from weft.errors import Unavailable
-from weft.machine.hardware import held_bytes, processes_below
 
 SAMPLE_S = 5.0
 MAX_MB_A_MINUTE = 1.0
@@ -152,15 +151,7 @@ class Watch:
     def _add(self) -> None:
         processes = list(processes_below(os.getpid()))
         minute = (time.monotonic() - self._began) / 60
-        own_mb = sum(held_bytes(pid, "RssAnon") for pid in processes) / 1e6
-        self.samples.append(HeldMemory(minute, own_mb, sum(map(open_files, processes))))
-
-
-def open_files(pid: int) -> int:
-    try:
-        return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return 0
+        self.samples.append(HeldMemory(minute, sum(map(own_mb, processes)), sum(map(open_files, processes))))
 
 
 def rise(samples: list[HeldMemory]) -> float:
