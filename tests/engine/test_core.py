@@ -20,10 +20,7 @@ class Launched(NamedTuple):
     plan: StepPlan
     computed: StepResult
     calls: list[Call]
-
-    @property
-    def has_ended(self) -> bool:
-        return False
+    has_ended: bool = False
 
     def result(self) -> StepResult:
         self.calls.append(("read", self.plan.step_id))
@@ -36,10 +33,11 @@ class SimulatedRunner:
     def __init__(self, block_size: int) -> None:
         self.worker = SimulatedWorker(block_size)
         self.calls: list[Call] = []
+        self.ends_early = False
 
     def execute(self, plan: StepPlan) -> Launched:
         self.calls.append(("launch", plan.step_id))
-        return Launched(plan, self.worker.execute(plan), self.calls)
+        return Launched(plan, self.worker.execute(plan), self.calls, self.ends_early)
 
 
 def core_of(limits: Limits, *, overlap: bool = False) -> tuple[EngineCore, SimulatedRunner]:
@@ -186,6 +184,24 @@ def test_a_step_under_way_is_read_though_nobody_waits_for_it() -> None:
     assert not core.step() and not core.has_work
     assert runner.calls == [("launch", 0), ("read", 0)]
     core.settle()
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_the_scheduler_is_told_whether_the_device_had_nothing_to_do(
+    ends_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, runner = core_of(limits(), overlap=True)
+    runner.ends_early, told = ends_early, list[bool]()
+    launched = core.scheduler.launched
+
+    def noted(plan: StepPlan, *, was_idle: bool) -> None:
+        told.append(was_idle)
+        launched(plan, was_idle=was_idle)
+
+    monkeypatch.setattr(core.scheduler, "launched", noted)
+    core.submit([request("a", [1], 6)])
+    run(core)
+    assert told == [True] + 5 * [ends_early]
 
 
 def test_an_idle_engine_launches_nothing() -> None:

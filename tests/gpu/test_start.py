@@ -59,7 +59,7 @@ def write_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(facts))
 
 
-@pytest.mark.parametrize("quantization", ["", "fp8", "int4"])
+@pytest.mark.parametrize("quantization", ["", "fp8", "int4", "w4a8"])
 def test_all_kernels_are_compiled_ahead(tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(tmp_path)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
