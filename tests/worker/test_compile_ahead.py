@@ -67,6 +67,16 @@ def test_the_end_of_a_group_is_told_while_the_next_one_goes_on(tmp_path: Path) -
     running.join()
 
 
+def test_later_groups_leave_the_cores_to_others(tmp_path: Path) -> None:
+    def note(name: str) -> None:
+        (tmp_path / name).write_text(str(os.nice(0)))
+
+    own = os.nice(0)
+    least = min(19, own + compile_ahead.NICENESS)
+    in_processes([[partial(note, "first")], [partial(note, "second")]], [os.pipe()[1] for _ in range(2)], 1)
+    assert [(tmp_path / name).read_text() for name in ("first", "second")] == [str(own), str(least)]
+
+
 def test_a_task_that_fails_is_told_and_the_others_are_done(tmp_path: Path) -> None:
     def fail() -> None:
         raise ValueError("no compiler")

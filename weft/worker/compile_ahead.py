@@ -59,6 +59,7 @@ larger ones."""
 NUMBER = struct.Struct("i")
 """The number of a task, as it goes through a pipe."""
 NO_PIPE = -1
+NICENESS = 10
 
 
 class FutureSteps(NamedTuple):
@@ -310,7 +311,8 @@ def _compile(
 
 def in_processes(groups: Sequence[Sequence[Callable[[], None]]], pipes: Sequence[int], num_processes: int) -> None:
     """Do groups of tasks, in their order, in so many forks of this process. The pipe of each group is closed when its
-    tasks are done. Raises ChildProcessError when a process failed, and after the others have ended."""
+    tasks are done; those behind the first leave the cores to others, as requests may be answered meanwhile. Raises
+    ChildProcessError when a process failed, and after the others have ended."""
     tasks = [(task, at) for at, group in enumerate(groups) for task in group]
     numbers, ours = os.pipe()
     os.write(ours, b"".join(map(NUMBER.pack, range(len(tasks)))))
@@ -324,6 +326,7 @@ def in_processes(groups: Sequence[Sequence[Callable[[], None]]], pipes: Sequence
             # This process has no task of earlier groups any more.
             while len(is_open) > len(pipes) - group:
                 os.close(is_open.pop(0))
+                os.nice(NICENESS)
             task()
 
     pids = [_forked(work, keep=[numbers, *pipes]) for _ in range(min(num_processes, len(tasks)))]
