@@ -60,11 +60,11 @@ is taken to cost twice as much behind 1,024 others as behind none."""
 MEMORY = 0.98
 """The weight of what was known, with each new step: some 50 steps are remembered."""
 MOST_RISE = 1.5
-"""How much more a token costs at most after one step on a GPU, as a multiple of before."""
+"""After one step on a GPU a token costs at most so much more, as a multiple of before."""
 MOSTLY = 0.9
 """A step of which launching took so large a share took no longer than that."""
 CHEAPER = 15 / 16
-"""What a token is taken to cost after such a step, as a share of before."""
+"""After such a step a token is taken to cost so much, as a share of before."""
 
 
 class StepPace:
@@ -90,7 +90,7 @@ class StepPace:
         self._first = min(first or most, most)
         self._on_gpu = on_gpu
         self._launch_seconds = 0.0
-        """How long it takes to launch a step: tokens may take as long, whatever the goal."""
+        """To launch a step takes so long: its tokens may take as long, whatever the goal."""
         self._cost = 0.0
         """Seconds of a token, at the context where that was seen last."""
         self._context = 0.0

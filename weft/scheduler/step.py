@@ -20,7 +20,7 @@ class Promised(NamedTuple):
     images: list[DenoiseCursor]
     planned_at: float
     launch_seconds: float = 0
-    """What launching took, planning included, of a step that began then, because the device was idle; else 0."""
+    """A step that began at once, as the device was idle, was planned and launched in so long; 0: it waited."""
 
 
 class Step:
