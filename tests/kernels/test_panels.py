@@ -140,6 +140,25 @@ def test_the_native_step_gives_the_reference_s_logits(wanted: PanelFormat, famil
     torch.testing.assert_close(cache, wanted_cache, atol=0.03, rtol=0.03)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("wanted", FORMATS)
+def test_no_sum_of_the_largest_products_overflows(wanted: PanelFormat, sign: float) -> None:
+    """Sums of 16 bits would be too small for pairs of products of eight bits."""
+    c, weights = models(wanted)
+    nothing = {name: torch.zeros_like(getattr(weights.layers[0], name).dequantised()) for name in ("output", "down")}
+    layers = [layer._replace(**nothing) for layer in weights.layers]
+    most = torch.full((c.vocab_size, c.hidden_size), 2**wanted.bits - 1, dtype=torch.uint8)
+    scales = torch.ones(c.vocab_size, c.hidden_size // wanted.group_size)
+    embedding = torch.full((c.vocab_size, c.hidden_size), sign)
+    head = pack(most, scales, torch.zeros_like(scales), wanted, LAYOUT)
+    cache = random_cache(c, 64, 16)
+    step = random_step(c, [1, 1, 9], [50, 130, 9], cache)
+    largest = DecoderWeights(embedding, layers, torch.ones(c.hidden_size), head)
+    logits = run(c, largest, cache, step)
+    expected = torch.full_like(logits, sign * c.hidden_size * (2**wanted.bits - 1))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("wanted", FORMATS)
 def test_company_and_threads_change_nothing(wanted: PanelFormat) -> None:
     c, weights = models(wanted)

@@ -8,6 +8,7 @@ result does not depend on what it is computed beside: sums of whole numbers are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,16 @@ IS_SIGNED = IS_ARM
 """Arm's dot products are of signed numbers, x86's of unsigned ones with signed ones."""
 _VNNI = {8: "avxvnni", 16: "avx512vnni"}
 """LLVM's name of x86's dot products for registers of so many numbers."""
+_PAIRS = ir.VectorType(_I16, 2 * LANES)
+_HAS_VNNI = _VNNI.get(LANES) in FEATURES
+_PAIR_PRODUCTS = {
+    4: ("ssse3", "llvm.x86.ssse3.pmadd.ub.sw.128"),
+    8: ("avx2", "llvm.x86.avx2.pmadd.ub.sw"),
+    16: ("avx512bw", "llvm.x86.avx512.pmaddubs.w.512"),
+}
+"""For registers of so many numbers: the feature, and LLVM's name, of products of bytes that are added in pairs."""
+BY_NIBBLES = not IS_ARM and not _HAS_VNNI and _PAIR_PRODUCTS[LANES][0] in FEATURES
+"""Sums of 16 bits hold products of four bits with eight, half a block of them: 16 x 15 x 127 is less than 2^15."""
 _AHEAD_BYTES = 2048
 _INT = types.int64
 
@@ -60,7 +71,7 @@ def _dots_of_four(builder: Any, total: Any, numbers: Any, inputs: Any) -> Any:
     """Add to each lane the products of four numbers with as many inputs, both vectors of bytes."""
     if IS_ARM and "dotprod" in FEATURES:
         return _call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", _SUMS, total, numbers, inputs)
-    if _VNNI.get(LANES) in FEATURES:
+    if _HAS_VNNI:
         # As older versions of LLVM declare it; newer ones take this for vectors of bytes.
         words = [builder.bitcast(each, _SUMS) for each in (numbers, inputs)]
         return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _SUMS, total, *words)
@@ -87,6 +98,12 @@ def _sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
     return builder.add(
         builder.shuffle_vector(products, products, evens), builder.shuffle_vector(products, products, odds)
     )
+
+
+def _sums_of_nibbles(builder: Any, nibbles: list[Any], inputs: list[Any]) -> Any:
+    """The sums of their products in pairs of columns, of half a block."""
+    name = _PAIR_PRODUCTS[LANES][1]
+    return reduce(builder.add, [_call(builder, name, _PAIRS, *pair) for pair in zip(nibbles, inputs, strict=False)])
 
 
 def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., Any]:
@@ -120,6 +137,14 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
                 shifted = [builder.bitcast(builder.lshr(builder.bitcast(v, pairs), four), _NUMBERS) for v in loaded]
                 return [builder.and_(vector, low_half) for vector in (*loaded, *shifted)]
 
+            def nibbles_of(numbers: list[Any]) -> list[tuple[list[Any], int]]:
+                """The numbers by their low four bits and, of eight, their high ones, and what those are worth."""
+                if panel_format.bits == 4:
+                    return [(numbers, 1)]
+                low_half, four = (ir.Constant(_NUMBERS, [value] * (4 * LANES)) for value in (15, 4))
+                low = [builder.and_(vector, low_half) for vector in numbers]
+                return [(low, 1), ([builder.lshr(vector, four) for vector in numbers], 16)]
+
             def per_row(start: Any, place: int) -> Any:
                 value = from_panel(stored, builder.add(start, INDEX(size + place * stored_bytes)))
                 return float_of_half(builder, value) if panel_format.half_scales else value
@@ -129,13 +154,13 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
                 if num_inputs <= 2:
                     for line in range(0, block_bytes, 64):
                         prefetch(builder, builder.gep(panel, [builder.add(start, INDEX(_AHEAD_BYTES + line))]))
-                numbers = numbers_at(start)
+                numbers = nibbles_of(numbers_at(start)) if BY_NIBBLES else numbers_at(start)
                 row_scales = [per_row(start, group) for group in range(num_groups)]
                 minima = [per_row(start, num_groups + group) for group in range(num_groups)]
                 return [one_input(t, index, numbers, row_scales, minima, total) for t, total in enumerate(totals)]
 
             def one_input(
-                t: int, index: Any, numbers: list[Any], row_scales: list[Any], minima: list[Any], total: Any
+                t: int, index: Any, numbers: Any, row_scales: list[Any], minima: list[Any], total: Any
             ) -> Any:
                 place = builder.mul(builder.add(builder.mul(num_blocks, INDEX(t)), index), INDEX(2))
                 products = [half_products(builder.add(place, INDEX(half)), half, numbers) for half in (0, 1)]
@@ -150,15 +175,23 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
                     total = multiply_add(builder, minima[group], splat(builder, half_sums[group], LANES), total)
                 return total
 
-            def half_products(place: Any, half: int, numbers: list[Any]) -> tuple[Any, Any]:
+            def half_products(place: Any, half: int, numbers: Any) -> tuple[Any, Any]:
                 """The products of half a block, as floats, and the input's scale there."""
                 first, count = builder.mul(place, INDEX(INPUT_GROUP)), INPUT_GROUP // 4
-                products = ir.Constant(_SUMS, [0] * LANES)
+                inputs = []
                 for i in range(count):
                     pointer = builder.gep(x, [builder.add(first, INDEX(4 * i))])
                     word = builder.load(builder.bitcast(pointer, _I32.as_pointer()), align=4)
-                    inputs = builder.bitcast(splat(builder, word, LANES), _NUMBERS)
-                    products = _dots_of_four(builder, products, numbers[half * count + i], inputs)
+                    inputs.append(builder.bitcast(splat(builder, word, LANES), _NUMBERS))
+                products = ir.Constant(_SUMS, [0] * LANES)
+                if BY_NIBBLES:
+                    for nibbles, worth in numbers:
+                        pair_sums = _sums_of_nibbles(builder, nibbles[half * count :], inputs)
+                        worths = ir.Constant(_PAIRS, [worth] * (2 * LANES))
+                        products = builder.add(products, _sums_of_pairs(builder, pair_sums, worths))
+                else:
+                    for i, four in enumerate(inputs):
+                        products = _dots_of_four(builder, products, numbers[half * count + i], four)
                 return builder.sitofp(products, _VALUES), splat(builder, load(builder, FLOAT, scales, place), LANES)
 
             totals = [ir.Constant(_VALUES, [0.0] * LANES)] * num_inputs
