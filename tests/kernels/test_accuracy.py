@@ -16,9 +16,9 @@ from weft.kernels.reference import silu_mul
 
 
 def test_rounding_costs_little(smollm2_files: ModelFiles) -> None:
-    found = measure(smollm2_files, 150)
+    found = measure(smollm2_files, 600)
     assert 5 < found.perplexity < 100, "it reads"
-    assert 0 < found.divergence < 0.003 and found.same_best > 0.94
+    assert 0 < found.divergence < 0.003 and found.same_best > 0.95
     # Of so few tokens it differs by chance, too: the spread of one is the root of twice the divergence.
     assert abs(found.loss) < 0.003 + 2 * (2 * found.divergence / found.num_tokens) ** 0.5
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -191,6 +192,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--save", type=Path)
     told = parser.parse_args()
+    if shutil.which(told.vllm) is None:
+        parser.error(
+            f"There is no Python at {told.vllm}: --vllm (make's VLLM_PYTHON) is to name the one that has vLLM."
+        )
     with tempfile.TemporaryDirectory() as name:
         model = write_model(Path(name, "model"), EIGHT_B if told.kind == "long" else SEVEN_B)
         runs = told.runs

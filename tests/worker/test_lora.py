@@ -136,7 +136,7 @@ def test_without_native_code_the_tokens_are_the_same_in_company(
         alone = run(driven, [one]).outputs[one.request_id]
         assert together[one.request_id].token_ids == alone.token_ids
         ours, theirs = ([logprob.logprob for logprob in of.logprobs] for of in (together[one.request_id], alone))
-        assert ours == pytest.approx(theirs, abs=1e-4)
+        assert ours == pytest.approx(theirs, abs=3e-5)
 
 
 def test_an_adapter_for_some_projections_leaves_the_others_as_they_are(
