@@ -42,7 +42,10 @@ FP8_TILES = [
     (32, 3, 2), (64, 3, 2), (64, 3, 4), (128, 2, 4), (128, 3, 4),
 ]  # fmt: skip
 """Tokens, stages and warps of the decode kernel of a cache of e4m3 that are tried."""
-W4A8_TILINGS = [(128, 2, 8, 4, 128), (128, 2, 8, 4, 64), (256, 2, 8, 3, 128), (128, 4, 8, 3, 64), (64, 4, 8, 4, 64)]
+W4A8_TILINGS = [
+    (128, 2, 8, 4, 128), (256, 2, 8, 3, 128), (64, 4, 8, 4, 64), (128, 1, 4, 4, 128), (256, 1, 4, 3, 128),
+    (128, 2, 4, 4, 64),
+]  # fmt: skip
 """Rows, tiles, warps, stages, and rows at once of the products of w4a8 that are tried."""
 ONLY = sys.argv[1] if len(sys.argv) > 1 else ""
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ Cache = Callable[[Tensor], LayerCache]
 
 W4A8_TILINGS = [
     w4a8_linears.BlockConfig(128, 2, 1, 8, 3, 128),
-    w4a8_linears.BlockConfig(128, 2, 1, 8, 4, 64),
+    w4a8_linears.BlockConfig(128, 2, 1, 4, 4, 64),
     w4a8_linears.BlockConfig(256, 2, 1, 8, 3, 128),
     w4a8_linears.BlockConfig(128, 4, 1, 8, 3, 64),
     w4a8_linears.BlockConfig(64, 4, 1, 8, 4, 64),
@@ -507,10 +507,10 @@ def check_w4a8_cut(config: w4a8_linears.BlockConfig, gated: bool, group: int, dt
 def check_w4a8_configs() -> None:
     for n, k in ((12288, 4096), (4096, 11008), (34816, 5120), (128, 64)):
         num_tiles, num_blocks = n // 64, -(-k // 128)
-        for rows in range(w4a8_linears.MIN_ROWS, w4a8_linears.MAX_ROWS + 1):
-            config = w4a8_linears.w4a8_config(rows, num_tiles, num_blocks)
-            assert config.rows % config.at_once == 0 and config.tiles % 2 == 0
-            assert config.stages * 128 * (config.rows + 32 * config.tiles) <= 227 << 10
+        for rows, gated in product(range(w4a8_linears.MIN_ROWS, w4a8_linears.MAX_ROWS + 1), (False, True)):
+            config = w4a8_linears.w4a8_config(rows, num_tiles, num_blocks, gated)
+            assert config.rows % config.at_once == 0 and (config.tiles % 2 == 0 or not gated)
+            assert 2 * (config.stages * 128 * (config.rows + 32 * config.tiles) + 1024) <= 227 << 10
             assert 1 <= config.split_k <= max(1, num_blocks)
             assert 0 <= config.whole <= -(-rows // config.rows) * -(-num_tiles // config.tiles)
 

@@ -37,6 +37,8 @@ _PADDING = 128
 _ZEROS_AT_ONCE = tl.constexpr(16)
 """Blocks whose zeros are multiplied at once."""
 _MULTIPROCESSORS = 132
+_LONG = 64
+"""Blocks of a job that is worth sharing by two programs of one multiprocessor."""
 _LEAST_BLOCKS = 16
 """Blocks of a row that is rounded, or more: of fewer Triton 3.6 adds up the wrong numbers, as a warp's threads that
 have parts of one block are no neighbours then."""
@@ -290,15 +292,18 @@ def _w4a8_kernel(
             )
 
 
-def w4a8_config(rows: int, num_tiles: int, num_blocks: int) -> BlockConfig:
-    """Return the tiling of a product."""
-    pairs = cdiv(num_tiles, 2)
-    padded = 256 if rows > 128 and pairs >= _MULTIPROCESSORS * 2 // 3 else 128
-    jobs = pairs * cdiv(rows, padded)
-    # One job a multiprocessor, as often as all have one; the others are shared.
-    rest = jobs % _MULTIPROCESSORS
-    split_k = max(1, min(_MULTIPROCESSORS // max(1, rest), num_blocks // 4))
-    return BlockConfig(padded, 2, split_k, 8, 3 if padded == 256 else 4, 128, whole=jobs - rest)
+def w4a8_config(rows: int, num_tiles: int, num_blocks: int, gated: bool) -> BlockConfig:
+    """Return the tiling of a product, as measured on the linear layers of a 7B model: programs of four warps, two of
+    which share a multiprocessor."""
+    tiles = 2 if gated else 1
+    padded = 256 if rows > 128 and not gated and num_tiles >= _MULTIPROCESSORS else 128
+    jobs = cdiv(num_tiles, tiles) * cdiv(rows, padded)
+    # A job a multiprocessor, as often as all have one. The others are shared by as many programs as these leave room,
+    # but short ones by no more than one a multiprocessor.
+    turns, rest = divmod(jobs, _MULTIPROCESSORS)
+    programs = 2 * _MULTIPROCESSORS if turns % 2 == 0 and (turns or num_blocks >= _LONG) else _MULTIPROCESSORS
+    split_k = max(1, min(programs // max(1, rest), num_blocks // 4))
+    return BlockConfig(padded, tiles, split_k, 4, 3 if padded == 256 else 4, 64 if gated else 128, whole=jobs - rest)
 
 
 def is_for(num_rows: int, weight: IntWeight) -> bool:
@@ -327,7 +332,7 @@ def product(
     if num_rows == 0:
         return
     num_tiles, num_blocks, _ = weight.numbers.shape
-    config = config or w4a8_config(num_rows, num_tiles, num_blocks)
+    config = config or w4a8_config(num_rows, num_tiles, num_blocks, gated)
     rows, tiles, split_k, warps, stages, at_once, whole, registers = config
     num_outputs = out.shape[1]
     jobs = cdiv(num_rows, rows) * cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
