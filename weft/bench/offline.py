@@ -1,15 +1,15 @@
 """Measures one engine without a server: decode speed by batch size, time to the first token, throughput of many
 requests.
 
-Decoding at batch N: N equal requests of random tokens; the time for many output tokens less the shortest time for few,
-over the steps in between, so that prompts and start cost nothing. Tokens are counted, not guessed from text.
+Decoding at batch N: N equal requests of random tokens; the tokens of each from when all of them have one until the
+first of them ends, over its own time between these tokens. Steps in which prompts are computed, or some requests have
+ended, count for nothing. Tokens are counted, not guessed from text.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import statistics
@@ -81,6 +81,8 @@ class OfflineReport(Struct, frozen=True, kw_only=True):
 
 
 Tick = Callable[[str], None]
+Arrivals = list[tuple[float, int]]
+"""When tokens of a request came, in seconds, and how many at once."""
 
 
 async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda name: None) -> OfflineReport:
@@ -162,57 +164,73 @@ class _Bench:
         ]
 
     def _decoding(self, batch: int, adapters: Sequence[str] = ()) -> Callable[[], Awaitable[float]]:
-        few, many = (33, 289) if batch == 1 else (17, 145)
-        short = math.inf
+        num_tokens = 289 if batch == 1 else 145
 
         async def once() -> float:
-            # What holds up a run of few tokens would else count as speed of many.
-            nonlocal short
-            short = min(short, await self.generate(batch, DECODE_PROMPT_TOKENS, few, adapters))
-            long = await self.generate(batch, DECODE_PROMPT_TOKENS, many, adapters)
-            return batch * (many - few) / (long - short)
+            return speed_together(await self.generate(batch, DECODE_PROMPT_TOKENS, num_tokens, adapters))
 
         return once
 
     def _first_token(self, length: int) -> Callable[[], Awaitable[float]]:
         async def once() -> float:
-            return 1000 * await self.generate(1, length, 1)
+            return 1000 * _seconds(await self.generate(1, length, 1))
 
         return once
 
     async def _throughput(self) -> float:
         work = self.work
-        seconds = await self.generate(work.requests, work.input_tokens, work.output_tokens)
-        return work.requests * work.output_tokens / seconds
+        arrivals = await self.generate(work.requests, work.input_tokens, work.output_tokens)
+        return work.requests * work.output_tokens / _seconds(arrivals)
 
     async def generate(
         self, requests: int, input_tokens: int, output_tokens: int, adapters: Sequence[str] = ()
-    ) -> float:
-        """Return the seconds for a batch of random prompts, every one with exactly so many output tokens. The requests
-        take the adapters in turns."""
+    ) -> list[Arrivals]:
+        """Return when the tokens came of a batch of random prompts, every one with exactly so many output tokens. The
+        requests take the adapters in turns."""
         params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
         width = self.engine.model.logits_width
         prompts = [[self.random.randrange(10, width) for _ in range(input_tokens)] for _ in range(requests)]
 
-        async def one(prompt: list[int], adapter: str | None) -> int:
-            count = 0
+        async def one(prompt: list[int], adapter: str | None) -> Arrivals:
+            arrivals: Arrivals = []
 
             def take(output: Output) -> None:
-                nonlocal count
-                count += len(output.token_ids)
+                arrivals.append((time.perf_counter() - began, len(output.token_ids)))
 
             request = GenerationRequest(prompt=prompt, task=Sample(params=params), adapter=adapter)
             stream = await self.engine.submit(request)
             await stream.follow(take)
-            return count
+            return arrivals
 
         began = time.perf_counter()
         named = [adapters[i % len(adapters)] if adapters else None for i in range(requests)]
-        counts = await asyncio.gather(*map(one, prompts, named))
-        seconds = time.perf_counter() - began
-        if any(count != output_tokens for count in counts):
-            raise RuntimeError(f"asked for {output_tokens} tokens each, got {sorted(set(counts))}")
-        return seconds
+        found = await asyncio.gather(*map(one, prompts, named))
+        counts = {sum(count for _, count in arrivals) for arrivals in found}
+        if counts != {output_tokens}:
+            raise RuntimeError(f"asked for {output_tokens} tokens each, got {sorted(counts)}")
+        return found
+
+
+def speed_together(requests: Sequence[Arrivals]) -> float:
+    """Return the tokens a second of all requests while all decode: after the last one's first token, until the first
+    one's last. Raises ConfigError where one ends before another begins."""
+    begin = max(arrivals[0][0] for arrivals in requests)
+    end = min(arrivals[-1][0] for arrivals in requests)
+    speed = 0.0
+    for arrivals in requests:
+        within = [one for one in arrivals if begin <= one[0] <= end]
+        if len(within) < 2:
+            raise ConfigError(
+                f"--batch-sizes: {len(requests)} requests do not decode together, some end before others begin.",
+                hint="Try fewer, or more memory for the KV cache.",
+            )
+        speed += sum(count for _, count in within[1:]) / (within[-1][0] - within[0][0])
+    return speed
+
+
+def _seconds(requests: Sequence[Arrivals]) -> float:
+    """Return the seconds until the last token."""
+    return max(arrivals[-1][0] for arrivals in requests)
 
 
 async def _measure(
