@@ -1,8 +1,9 @@
 """Weft and vLLM on one GPU, in turns: `python -m tests.peers.vllm_gpu KIND --vllm PYTHON`.
 
 KIND is bfloat16, fp8 or int4: the deepseek-llm-7b shape with random weights, offline, each system by its own Python
-interface, decoding in steps of full batches. Or it is long: 16 connections of prompts of 16,000 tokens to a Llama-3.1-8B shape,
-over HTTP. int4 is an AWQ checkpoint for vLLM (groups of 128), and for Weft --quantization int4 and w4a8 in turn.
+interface, decoding in steps of full batches. Or it is long: 16 connections of prompts of 16,000 tokens to a
+Llama-3.1-8B shape, over HTTP. int4 is an AWQ checkpoint for vLLM (groups of 128), and for Weft --quantization int4 and
+w4a8 in turn.
 
 vLLM has its own defaults, CUDA graphs and compilation among them; prompts are random, and prefix caches off. The
 command prints a table, the medians of --runs, and ends with 1 where Weft is behind.
