@@ -46,7 +46,7 @@ def _has_dot_products() -> bool:
 def _features() -> str:
     """Return what code may use: this machine's, or NUMBA_CPU_FEATURES. What a processor of some name can do beyond
     that is not known here."""
-    chosen = os.environ.get("NUMBA_CPU_FEATURES", "" if CPU_NAME == "generic" else None)
+    chosen = os.environ.get("NUMBA_CPU_FEATURES", "" if os.environ.get("NUMBA_CPU_NAME") == "generic" else None)
     if chosen is not None:
         return chosen
     try:

@@ -164,25 +164,39 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
             ) -> Any:
                 place = builder.mul(builder.add(builder.mul(num_blocks, INDEX(t)), index), INDEX(2))
                 products = [half_products(builder.add(place, INDEX(half)), half, numbers) for half in (0, 1)]
-                half_sums = [load(builder, FLOAT, sums, builder.add(place, INDEX(half))) for half in (0, 1)]
+                half_sums = sums_at(place)
                 if num_groups == 1:
                     (value, scale), (other, other_scale) = products
                     products = [(multiply_add(builder, other, other_scale, builder.fmul(value, scale)), None)]
-                    half_sums = [builder.fadd(*half_sums)]
+                    half_sums = [reduce(builder.fadd, half_sums)]
                 for group, (value, scale) in enumerate(products):
                     both = row_scales[group] if scale is None else builder.fmul(row_scales[group], scale)
                     total = multiply_add(builder, value, both, total)
                     total = multiply_add(builder, minima[group], splat(builder, half_sums[group], LANES), total)
                 return total
 
+            def sums_at(place: Any) -> list[Any]:
+                """The sums of a block's halves, or where Arm adds them at once that of both."""
+                if IS_ARM and num_groups == 1:
+                    both = load(builder, ir.VectorType(FLOAT, 2), sums, place)
+                    return [_call(builder, "llvm.vector.reduce.fadd.v2f32", FLOAT, FLOAT(-0.0), both)]
+                return [load(builder, FLOAT, sums, builder.add(place, INDEX(half))) for half in (0, 1)]
+
+            def in_all_lanes(kind: Any, count: int, pointer: Any) -> list[Any]:
+                """So many neighbours, each in every lane of a register."""
+                there = builder.bitcast(pointer, kind.as_pointer())
+                if IS_ARM:
+                    # Its instructions take one lane of a register for all of another's.
+                    loaded = load(builder, ir.VectorType(kind, count), there, INDEX(0))
+                    lanes = [ir.Constant(ir.VectorType(_I32, LANES), [i] * LANES) for i in range(count)]
+                    return [builder.shuffle_vector(loaded, loaded, lane) for lane in lanes]
+                return [splat(builder, load(builder, kind, there, INDEX(i)), LANES) for i in range(count)]
+
             def half_products(place: Any, half: int, numbers: Any) -> tuple[Any, Any]:
                 """The products of half a block, as floats, and the input's scale there."""
                 first, count = builder.mul(place, INDEX(INPUT_GROUP)), INPUT_GROUP // 4
-                inputs = []
-                for i in range(count):
-                    pointer = builder.gep(x, [builder.add(first, INDEX(4 * i))])
-                    word = builder.load(builder.bitcast(pointer, _I32.as_pointer()), align=4)
-                    inputs.append(builder.bitcast(splat(builder, word, LANES), _NUMBERS))
+                words = in_all_lanes(_I32, count, builder.gep(x, [first]))
+                inputs = [builder.bitcast(word, _NUMBERS) for word in words]
                 products = ir.Constant(_SUMS, [0] * LANES)
                 if BY_NIBBLES:
                     for nibbles, worth in numbers:
@@ -192,7 +206,10 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
                 else:
                     for i, four in enumerate(inputs):
                         products = _dots_of_four(builder, products, numbers[half * count + i], four)
-                return builder.sitofp(products, _VALUES), splat(builder, load(builder, FLOAT, scales, place), LANES)
+                value = builder.sitofp(products, _VALUES)
+                # Both halves' scales are loaded at once where they are lanes of a register.
+                first_half = builder.gep(scales, [builder.sub(place, INDEX(half))])
+                return value, in_all_lanes(FLOAT, 2, first_half)[half]
 
             totals = [ir.Constant(_VALUES, [0.0] * LANES)] * num_inputs
             for t, total in enumerate(loop(builder, INDEX(0), num_blocks, 1, totals, block)):
