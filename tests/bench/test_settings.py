@@ -71,9 +71,10 @@ def write(folder: Path, command: str) -> Path:
     return file
 
 
-def test_without_anything_it_is_the_native_engine_without_a_prefix_cache(command: str, seen: list[Config]) -> None:
+def test_without_anything_it_is_the_native_engine(command: str, seen: list[Config]) -> None:
     config = measured(seen, command)
-    assert config.backend.engine == "native" and not config.cache.enable_prefix_caching
+    assert config.backend.engine == "native"
+    assert config.cache.enable_prefix_caching == (command == "offline")
     assert (config.model.model, config.model.device, config.model.dtype) == ("smollm2", "auto", "auto")
 
 

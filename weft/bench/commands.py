@@ -48,15 +48,15 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_defa
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.", show_default="auto")]
 
 
-def _settings(config: Path | None, **flags: str | None) -> Config:
+def _settings(config: Path | None, *, prefix_cache: bool, **flags: str | None) -> Config:
     """Make the configuration as `weft serve` does, from the flags that were given, the environment and the file.
 
-    A benchmark's own defaults: the native engine, and no prefix cache where the cache is this machine's to set.
+    A benchmark's own defaults: the native engine, and perhaps no prefix cache where that is this machine's to set.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     defaults: dict[str, Any] = {"engine": "native"}
     settings = configuration.load(given, file=config, defaults=defaults)
-    if all(spec.needs_url for spec in engines_in_order(settings.backend.engine, settings.model.device)):
+    if prefix_cache or all(spec.needs_url for spec in engines_in_order(settings.backend.engine, settings.model.device)):
         return settings
     return configuration.load(given, file=config, defaults=defaults | {"enable_prefix_caching": False})
 
@@ -103,7 +103,8 @@ def offline(
     What is required holds for every line of its kind: --require-first-token-ms for each prompt length,
     --require-tokens-per-s for decoding at each batch size.
     """
-    settings = _settings(config, model=model, engine=engine, device=device, dtype=dtype)
+    # Prompts are random, and found only where one is sent twice.
+    settings = _settings(config, prefix_cache=True, model=model, engine=engine, device=device, dtype=dtype)
     work = OfflineWork(
         batch_sizes=_numbers(batch_sizes),
         prompt_lengths=_numbers(prompt_lengths),
@@ -201,8 +202,9 @@ def mixed(
     json_file: JsonFile = None,
 ) -> None:
     settings = _settings(
-        config, model=model, image_model=image_model, load_format=load_format, device=device, dtype=dtype
-    )
+        config, prefix_cache=False, model=model, image_model=image_model, load_format=load_format, device=device,
+        dtype=dtype,
+    )  # fmt: skip
     chosen = settings.backend.engine
     if any(spec.name != "native" for spec in engines_in_order(chosen, settings.model.device)):
         raise ConfigError(

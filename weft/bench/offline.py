@@ -1,9 +1,9 @@
 """Measures one engine without a server: decode speed by batch size, time to the first token, throughput of many
 requests.
 
-Decoding at batch N: N equal requests of random tokens; the tokens of each from when all of them have one until the
-first of them ends, over its own time between these tokens. Steps in which prompts are computed, or some requests have
-ended, count for nothing. Tokens are counted, not guessed from text.
+Decoding at batch N: N equal requests, whose random prompts are in the prefix cache, so that they begin together; the
+tokens of each from when all have one until the first ends, over its own time between these tokens. Tokens are counted,
+not guessed from text.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ async def _measured(config: Config, work: OfflineWork, tick: Tick) -> OfflineRep
     engine = await start_engine(config)
     try:
         bench = _Bench(engine, work)
-        await bench.generate(1, 16, 1)
+        await bench.generate(bench.prompts(1, 16), 1)
         startup = time.perf_counter() - began
         while not engine.stats().prepared:
             await asyncio.sleep(0.05)
@@ -167,29 +167,34 @@ class _Bench:
         num_tokens = 289 if batch == 1 else 145
 
         async def once() -> float:
-            return speed_together(await self.generate(batch, DECODE_PROMPT_TOKENS, num_tokens, adapters))
+            prompts = self.prompts(batch, DECODE_PROMPT_TOKENS)
+            await self.generate(prompts, 1, adapters)
+            return speed_together(await self.generate(prompts, num_tokens, adapters))
 
         return once
 
     def _first_token(self, length: int) -> Callable[[], Awaitable[float]]:
         async def once() -> float:
-            return 1000 * _seconds(await self.generate(1, length, 1))
+            return 1000 * _seconds(await self.generate(self.prompts(1, length), 1))
 
         return once
 
     async def _throughput(self) -> float:
         work = self.work
-        arrivals = await self.generate(work.requests, work.input_tokens, work.output_tokens)
+        prompts = self.prompts(work.requests, work.input_tokens)
+        arrivals = await self.generate(prompts, work.output_tokens)
         return work.requests * work.output_tokens / _seconds(arrivals)
 
-    async def generate(
-        self, requests: int, input_tokens: int, output_tokens: int, adapters: Sequence[str] = ()
-    ) -> list[Arrivals]:
-        """Return when the tokens came of a batch of random prompts, every one with exactly so many output tokens. The
-        requests take the adapters in turns."""
-        params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+    def prompts(self, requests: int, num_tokens: int) -> list[list[int]]:
         width = self.engine.model.logits_width
-        prompts = [[self.random.randrange(10, width) for _ in range(input_tokens)] for _ in range(requests)]
+        return [[self.random.randrange(10, width) for _ in range(num_tokens)] for _ in range(requests)]
+
+    async def generate(
+        self, prompts: Sequence[list[int]], output_tokens: int, adapters: Sequence[str] = ()
+    ) -> list[Arrivals]:
+        """Return when the tokens of a batch came, exactly so many for every prompt. The requests take the adapters in
+        turns."""
+        params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
 
         async def one(prompt: list[int], adapter: str | None) -> Arrivals:
             arrivals: Arrivals = []
@@ -203,7 +208,7 @@ class _Bench:
             return arrivals
 
         began = time.perf_counter()
-        named = [adapters[i % len(adapters)] if adapters else None for i in range(requests)]
+        named = [adapters[i % len(adapters)] if adapters else None for i in range(len(prompts))]
         found = await asyncio.gather(*map(one, prompts, named))
         counts = {sum(count for _, count in arrivals) for arrivals in found}
         if counts != {output_tokens}:
@@ -222,7 +227,7 @@ def speed_together(requests: Sequence[Arrivals]) -> float:
         if len(within) < 2:
             raise ConfigError(
                 f"--batch-sizes: {len(requests)} requests do not decode together, some end before others begin.",
-                hint="Try fewer, or more memory for the KV cache.",
+                hint="Try fewer, more memory for the KV cache, or the prefix cache where it is off.",
             )
         speed += sum(count for _, count in within[1:]) / (within[-1][0] - within[0][0])
     return speed
