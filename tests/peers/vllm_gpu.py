@@ -5,7 +5,7 @@ interface, decoding in steps of full batches. Or it is long: 16 connections of p
 Llama-3.1-8B shape, over HTTP. int4 is an AWQ checkpoint for vLLM (groups of 128), and for Weft --quantization int4 and
 w4a8 in turn.
 
-vLLM has its own defaults, CUDA graphs and compilation among them; prompts are random, and prefix caches off. The
+vLLM has its own defaults, CUDA graphs and compilation among them, but no prefix cache: prompts are random. The
 command prints a table, the medians of --runs, and ends with 1 where Weft is behind.
 """
 
