@@ -1,8 +1,8 @@
 """Measures vLLM by its own `LLM` as `weft bench offline` measures an engine, under vLLM's Python:
 `python vllm_offline.py WORK`, where WORK is the JSON of what `vllm_gpu.py` asks for. It prints the figures as JSON.
 
-Its interface does not tell when tokens come: decoding is the time for many tokens less that for few. All prompts are
-computed in its first steps, so that this is what steps of a full batch take.
+Its interface does not tell when tokens come: decoding is the time for many tokens less that for few. Its token budget
+has all prompts computed in a few steps at the beginning, so that this is what steps of a full batch take.
 
 Nothing of Weft is imported: vLLM's environment has packages of its own.
 """

@@ -51,7 +51,7 @@ Dtype = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloa
 def _settings(config: Path | None, *, prefix_cache: bool, **flags: str | None) -> Config:
     """Make the configuration as `weft serve` does, from the flags that were given, the environment and the file.
 
-    A benchmark's own defaults: the native engine, and perhaps no prefix cache where that is this machine's to set.
+    A benchmark's own defaults: the native engine, and no prefix cache but where it measures with one, or elsewhere.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     defaults: dict[str, Any] = {"engine": "native"}
