@@ -23,6 +23,7 @@ SWITCHES = {
     "skinny": "linear layers of a few rows are read at the memory's speed, fused with their neighbours",
     "library-attention": "a long prompt that is alone in its step goes to cuDNN's attention",
     "wide-prefill": "attention of many prompt tokens has a kernel of its own for compute capability 9",
+    "wide-linears": "products of many rows of eight bits have one, too",
     "last-tokens": "the last layer computes only the tokens that sample",
     "denoise-steps": "images advance a step at a time beside the tokens of other requests; off: all steps at once",
     "denoise-batches": "images make their steps together; off: one image after the other",

@@ -19,6 +19,7 @@ from weft.hub.resolve import find_model
 from weft.kernels import Ops
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.int_weights import pack
+from weft.kernels.kv_cache import numbers_in
 from weft.kernels.triton.elementwise import silu_mul
 from weft.kernels.weights import SlotLowRank
 from weft.model.dense import DenseModel
@@ -109,6 +110,9 @@ def main() -> None:
     model, table = stepper.model, stepper.table
     blocks = -(-CONTEXT // table.block_size)
     table.blocks[:256, :blocks] = torch.arange(1, 1 + 256 * blocks, device="cuda").view(256, blocks)
+    for kv in stepper.kv_cache:
+        # To read zeros takes less power, and a whole step is at its limit.
+        numbers_in(kv)[: 1 + 256 * blocks].normal_()
     table.tokens[:256] = torch.randint(10, 10_000, table.tokens[:256].shape, device="cuda")
     slots = AdapterSlots(model, int(adapters), 16) if int(adapters) else None
     for rows in map(int, sizes.split(",")):

@@ -32,9 +32,10 @@ from tests.gpu.steps import (
 from weft.kernels import REFERENCE, AttentionBatch, HeadNorms, HeadShape, Ops, reference
 from weft.kernels import sampling as draws
 from weft.kernels.batch import AdapterGroups
-from weft.kernels.fp8 import E4M3, GROUP, FloatWeight, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
+from weft.kernels.fp8 import E4M3, GROUP, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
 from weft.kernels.int_weights import IntGroups, IntWeight, pack
 from weft.kernels.kv_cache import Fp8Cache, LayerCache
+from weft.kernels.rotated import SIDE, rotated_rows, rotated_weight
 from weft.kernels.triton import (
     all_reduce,
     decode_attention,
@@ -53,7 +54,7 @@ from weft.kernels.triton import prefill_attention as attention
 from weft.kernels.triton.elementwise import gather_inputs, rotate_and_store
 from weft.kernels.triton.launch import overlapping_launches
 from weft.kernels.triton.thresholds import keep_thresholds
-from weft.kernels.weights import SlotLowRank, Weight
+from weft.kernels.weights import PlainWeight, SlotLowRank, Weight
 from weft.machine.memory import slot_rank
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -540,7 +541,7 @@ def check_block_rows(rows: int, columns: int, dtype: torch.dtype) -> None:
         assert_near(found.sums[:, :rows], sums, 1e-6)
 
 
-def check_rounded(rows: int, weight: Weight, rounded: FloatWeight, dtype: torch.dtype) -> None:
+def check_rounded(rows: int, weight: Weight, rounded: PlainWeight, dtype: torch.dtype) -> None:
     """Whichever kernel takes this number of rows, they are rounded first, and the weight to the other one."""
     n, k = weight.shape
     x, bias = randn(rows, k, dtype=dtype), randn(n, dtype=dtype)
@@ -574,6 +575,51 @@ def check_fp8_tiled(rows: int, n: int, k: int, dtype: torch.dtype, grouped: bool
     fp8_linears.tiled(quantised, weight, bias, residual, residual)
     assert_near(residual, kept[:, 16 : n + 16].float() + plain, tolerance)
     assert torch.equal(wide[:, :16], kept[:, :16]) and torch.equal(wide[:, n + 16 :], kept[:, n + 16 :])
+
+
+def check_rotated(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Weights whose columns are rotated, by rows of which one column is much larger than the others."""
+    x, bias, weight = randn(rows, k, dtype=dtype), randn(n, dtype=dtype), rotated_weight(randn(n, k, dtype=FP32))
+    weight = weight._replace(scales=weight.scales * k**-0.5)
+    x[:, 5] *= 30
+    norm, residual = 1 + randn(k, dtype=dtype) / 10, randn(rows, n, dtype=dtype)
+
+    def product(x: Tensor) -> Tensor:
+        numbers, scales = rotated_rows(x)
+        return (numbers.double() @ weight.numbers.double().T).float() * scales * weight.scales
+
+    plain, normal = product(x), product(reference.rms_norm(x, norm, 1e-6))
+    exact = x.float() @ weight.dequantised().T
+    assert_near(plain, exact, 0.02)
+    tolerance = 4 * TOLERANCE[dtype]
+    with poisoned():
+        assert_near(linears.linear(x, weight, bias), plain + bias.float(), tolerance)
+        linears.linear_add(x, weight, bias, total := residual.clone())
+        assert_near(total, residual.float() + plain + bias.float(), tolerance)
+        if n % 2 == 0 and k <= 16384:  # the norm's own kernel holds no longer rows
+            assert_near(linears.norm_linear(x, norm, 1e-6, weight), normal, tolerance)
+            assert_near(linears.norm_gate_up(x, norm, 1e-6, weight), reference.silu_mul(normal), 2 * tolerance)
+
+
+def check_wide(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """What the kernel for compute capability 9 multiplies is what the tiled one does; of whole numbers bit for bit."""
+    x, bias, wide = randn(rows, k, dtype=dtype), randn(n, dtype=dtype), randn(rows, n + 40, dtype=dtype)
+    floats = randn(n, k, dtype=FP32) * k**-0.5
+    for quantised, weight in (
+        (rotated_rows(x), rotated_weight(floats)), (quantise_rows(x), fp8_weight(floats)),
+    ) if k % SIDE == 0 else ((quantise_rows(x), fp8_weight(floats)),):  # fmt: skip
+        wanted, found = (torch.full((rows, n), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
+        first, second = wide.clone(), wide.clone()
+        fp8_linears.tiled(quantised, weight, bias, None, wanted)
+        fp8_linears.wide_product()(quantised, weight, bias, None, found)
+        for multiply, total in ((fp8_linears.tiled, first), (fp8_linears.wide_product(), second)):
+            residual = total[:, 16 : n + 16]
+            multiply(quantised, weight, None, residual, residual)
+        for one, other in ((found, wanted), (second, first)):
+            if quantised.numbers.dtype == torch.int8:
+                assert torch.equal(one, other)
+            assert_near(one, other.float(), FP8_TOLERANCE[dtype])
+        assert torch.equal(second[:, :16], wide[:, :16]) and torch.equal(second[:, n + 16 :], wide[:, n + 16 :])
 
 
 def check_mlp_rows(rows: int, width: int, dtype: torch.dtype) -> None:
@@ -623,6 +669,17 @@ def check_fp8_no_number(rows: int) -> None:
     found = linears.linear(x, weight)
     assert bool(found[1].isnan().all())
     found[1] = wanted[1]
+    assert torch.equal(found, wanted)
+
+
+def check_rotated_no_number(rows: int) -> None:
+    """Rows with a NaN or an infinity give NaN, and the others do not notice."""
+    x, weight = randn(rows, 256, dtype=FP16), rotated_weight(randn(64, 256, dtype=FP32))
+    wanted = linears.linear(x, weight)
+    x[0, 70], x[2, 7] = float("inf"), float("nan")
+    found = linears.linear(x, weight)
+    assert bool(found[::2][:2].isnan().all())
+    found[::2][:2] = wanted[::2][:2]
     assert torch.equal(found, wanted)
 
 
@@ -1090,6 +1147,10 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_fp8_gemv, 37, 2050, FP16, grouped)
         for dtype in (FP16, FP32):
             add(check_fp8_tiled, 40, 99, 530, dtype, grouped)
+    for rows, n, k, dtype in ((1, 200, 576, FP16), (5, 99, 128, FP16), (70, 130, 1088, FP16), (3, 64, 64, FP32)):
+        add(check_rotated, rows, n, k, dtype)
+    for rows in (3, 70):
+        add(check_rotated_no_number, rows)
     for dtype in (BF16, FP16):
         for rows, width in ((1, 96), (3, 2500), (65, 96)):
             add(check_mlp_rows, rows, width, dtype)
@@ -1201,6 +1262,10 @@ def cases() -> dict[str, Callable[[], None]]:
                 add(check_fp8_ops, rows, n, k, BF16, grouped)
             for rows in (200, 500):
                 add(check_fp8_tiled, rows, n, k, BF16, grouped)
+        for rows in (1, 8, 33, 64, 100, 256, 300):
+            add(check_rotated, rows, n, k, BF16)
+        for rows in (65, 128, 200, 256):
+            add(check_wide, rows, n, k, BF16)
         for group, zeros in ((128, True), (32, False)):
             add(check_w4a8, 300, n, k, group, BF16, zeros)
         for rows in (65, 100, 128, 129, 200, 256):
@@ -1211,6 +1276,14 @@ def cases() -> dict[str, Callable[[], None]]:
             (640, 4096, 4096, True, BF16), (320, 2000, 2000, False, FP16), (22016, 640, 128, True, FP16),
         ):  # fmt: skip
             add(check_w4a8, rows, n, k, group, dtype, zeros)
+        # Parts of a tile and of a block, fewer blocks than are on their way, and several jobs to a program.
+        for n, k, dtype in (
+            (4224, 1088, BF16), (1003, 3008, FP16), (70, 208, BF16), (151936, 576, BF16), (102400, 4096, BF16),
+        ):  # fmt: skip
+            add(check_wide, rows, n, k, dtype)
+    for n, k in ((102400, 4096), (151936, 1024)):
+        for rows in (1, 2, 40, 256, 600):
+            add(check_rotated, rows, n, k, BF16)
     for gated in (False, True):
         for config in W4A8_TILINGS:
             add(check_w4a8_cut, config, gated, 128, BF16)

@@ -35,6 +35,7 @@ from weft.kernels.fp8 import E4M3, Fp8Weight, rounded_rows
 from weft.kernels.int_weights import IntWeight
 from weft.kernels.kv_cache import zero_cache
 from weft.kernels.panel_format import PanelLayout
+from weft.kernels.rotated import RotatedWeight, rotated, rotated_rows
 from weft.kernels.weights import LayerWeights, Weight
 from weft.model.dense import DenseModel
 from weft.model.loader import LinearLoading, load_weights, open_model
@@ -47,8 +48,13 @@ KV_DTYPES = {"fp8": E4M3, "fp16": torch.float16, "int8": torch.int8}
 
 
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Round the inputs of a weight of e4m3, as GPUs do with those of several tokens."""
-    return reference.linear(rounded_rows(x) if isinstance(weight, Fp8Weight) else x, weight, bias)
+    """Round the inputs of a weight of e4m3, as GPUs do with those of several tokens, and of a rotated one."""
+    if isinstance(weight, Fp8Weight):
+        x = rounded_rows(x)
+    elif isinstance(weight, RotatedWeight):
+        numbers, scales = rotated_rows(x)
+        x = rotated(numbers * scales)
+    return reference.linear(x, weight, bias)
 
 
 def _linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:

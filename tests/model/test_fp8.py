@@ -15,6 +15,7 @@ from weft.errors import ModelError
 from weft.hub.resolve import resolve
 from weft.kernels.fp8 import E4M3, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
 from weft.kernels.reference import linear
+from weft.kernels.rotated import RotatedWeight
 from weft.kernels.weights import DecoderWeights
 from weft.machine.memory import fp8_bytes
 from weft.machine.model_size import size_of
@@ -105,6 +106,8 @@ def test_all_linear_weights_are_quantised(method: str, wide_directory: Path, tmp
             held, wanted = getattr(layer, name), getattr(floats, name).float()
             assert isinstance(held, Fp8Weight)
             assert (held.dequantised() - wanted).norm() / wanted.norm() < 0.04
+    assert isinstance(weights.head, RotatedWeight) and isinstance(plain.head, Tensor)
+    assert (weights.head.dequantised() - plain.head.float()).norm() / plain.head.norm() < 0.01
 
 
 def test_a_part_that_is_not_quantised_joins_the_others(wide_directory: Path, tmp_path: Path) -> None:

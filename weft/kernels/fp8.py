@@ -5,7 +5,7 @@ Checkpoints with one scale for a whole tensor, or for blocks of 128 x 128, are h
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,25 +37,13 @@ class Fp8Weight(NamedTuple):
         return self.numbers.float() * by_column
 
 
-class Fp8Rows(NamedTuple):
-    """The input of a linear layer as e4m3 numbers, with a scale for each row."""
+class ScaledRows(NamedTuple):
+    """The input of a linear layer as numbers of eight bits, with a scale for each row."""
 
     numbers: Tensor
-    """e4m3, [rows, columns]."""
+    """e4m3, or int8 where the columns are rotated; [rows, columns]."""
     scales: Tensor
     """float32, [rows, 1]."""
-
-
-FloatWeight: TypeAlias = Tensor | Fp8Weight
-FloatRows: TypeAlias = Tensor | Fp8Rows
-
-
-def numbers_of(floats: FloatWeight | FloatRows) -> Tensor:
-    return floats if isinstance(floats, Tensor) else floats.numbers
-
-
-def scales_of(floats: FloatWeight | FloatRows) -> Tensor | None:
-    return None if isinstance(floats, Tensor) else floats.scales
 
 
 def largest(x: Tensor) -> Tensor:
@@ -64,11 +52,11 @@ def largest(x: Tensor) -> Tensor:
     return torch.maximum(most, -least)
 
 
-def quantise_rows(x: Tensor) -> Fp8Rows:
+def quantise_rows(x: Tensor) -> ScaledRows:
     """Return x [rows, columns] as e4m3. What is no number stays so."""
     wide = x.float()
     scales = (largest(wide)[..., None] / E4M3_MAX).clamp_min(SMALLEST_SCALE)
-    return Fp8Rows((wide / scales).to(E4M3), scales)
+    return ScaledRows((wide / scales).to(E4M3), scales)
 
 
 def rounded_rows(x: Tensor) -> Tensor:

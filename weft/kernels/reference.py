@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.batch import AdapterGroups, AttentionBatch, HeadNorms, HeadShape
-from weft.kernels.fp8 import Fp8Weight
-from weft.kernels.int_weights import IntWeight
 from weft.kernels.kv_cache import LayerCache, block_size_of
 from weft.kernels.quantised import QuantisedWeight, finely_rounded, rounded
 from weft.kernels.weights import SlotLowRank, Weight
@@ -31,9 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, QuantisedWeight):
         return F.linear(rounded(x), weight.dequantised().to(x.dtype), bias)
-    if isinstance(weight, Fp8Weight | IntWeight):
-        return F.linear(x, weight.dequantised().to(x.dtype), bias)
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight if isinstance(weight, Tensor) else weight.dequantised().to(x.dtype), bias)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

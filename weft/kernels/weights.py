@@ -8,14 +8,28 @@ import torch
 from torch import Tensor
 
 from weft.kernels.batch import HeadNorms
-from weft.kernels.fp8 import Fp8Weight
+from weft.kernels.fp8 import Fp8Weight, ScaledRows
 from weft.kernels.int_weights import IntWeight
 from weft.kernels.quantised import QuantisedWeight
+from weft.kernels.rotated import RotatedWeight
 
-Weight: TypeAlias = Tensor | QuantisedWeight | Fp8Weight | IntWeight
+ScaledWeight: TypeAlias = Fp8Weight | RotatedWeight
+PlainWeight: TypeAlias = Tensor | ScaledWeight
+"""A weight whose rows lie one behind the other: floats, or numbers of eight bits with scales."""
+PlainRows: TypeAlias = Tensor | ScaledRows
+"""Inputs of such a weight."""
+Weight: TypeAlias = PlainWeight | QuantisedWeight | IntWeight
 """The weight of a linear layer."""
 Table: TypeAlias = Tensor | QuantisedWeight
 """Embeddings, or the weight of the head."""
+
+
+def numbers_of(plain: PlainWeight | PlainRows) -> Tensor:
+    return plain if isinstance(plain, Tensor) else plain.numbers
+
+
+def scales_of(plain: PlainWeight | PlainRows) -> Tensor | None:
+    return None if isinstance(plain, Tensor) else plain.scales
 
 
 class LayerWeights(NamedTuple):
@@ -148,13 +162,4 @@ class AdaptedRun(NamedTuple):
 
 
 def _tensors(weight: Weight) -> list[Tensor]:
-    match weight:
-        case QuantisedWeight():
-            return [weight.panels]
-        case Fp8Weight():
-            return [weight.numbers, weight.scales]
-        case IntWeight():
-            held = (weight.numbers, weight.scales, weight.zeros, weight.order, weight.minima, weight.row_scales)
-            return [tensor for tensor in held if tensor is not None]
-        case _:
-            return [weight]
+    return [weight] if isinstance(weight, Tensor) else [held for held in weight if isinstance(held, Tensor)]

@@ -1,14 +1,16 @@
-"""Linear layers with weights of e4m3: rows are quantised to the same, what stands before the layer (RMSNorm,
-SiLU·mul) included, and many rows are multiplied.
+"""Linear layers with weights of eight bits, e4m3 or rotated: rows are quantised to the same, what stands before the
+layer (RMSNorm, SiLU·mul) included, and many rows are multiplied.
 
-Weights with one scale a row are multiplied by the library; those with a scale for every group of columns, types and
-shapes that the library does not have, and products that are added to the residual, by the tiled kernel here.
+Weights of e4m3 with one scale a row are multiplied by the library; those with a scale for every group of columns, types
+and shapes that the library does not have, rotated weights, and products that are added to the residual, by the tiled
+kernel here, or by that of `wide_linears`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,13 +18,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.fp8 import E4M3, E4M3_MAX, GROUP, SMALLEST_SCALE, Fp8Rows, Fp8Weight
+from weft.kernels.fp8 import E4M3, E4M3_MAX, GROUP, SMALLEST_SCALE, ScaledRows
+from weft.kernels.rotated import MOST, SIDE
 from weft.kernels.triton.elementwise import normalised, silu_times
-from weft.kernels.triton.launch import cdiv, launch_options, next_power_of_2, wait_for_inputs
+from weft.kernels.triton.launch import (
+    awaits_slow_kernels,
+    cdiv,
+    has_gluon,
+    launch_options,
+    next_power_of_2,
+    wait_for_inputs,
+)
+from weft.kernels.weights import ScaledWeight
+from weft.switches import is_on
 
 _GROUP, _E4M3_MAX, _SMALLEST_SCALE = tl.constexpr(GROUP), tl.constexpr(E4M3_MAX), tl.constexpr(SMALLEST_SCALE)
 _LIBRARY_ALIGNMENT = 16
+MIN_WIDE_ROWS, MAX_WIDE_ROWS = 65, 256
+"""Rows from which the kernel for compute capability 9 is the fastest, and up to which it adds e4m3 products."""
 _MULTIPROCESSORS = 132
+_SIDE, _SHARE, _MOST = tl.constexpr(SIDE), tl.constexpr(SIDE**-0.5), tl.constexpr(MOST)
 
 
 @triton.jit
@@ -44,7 +59,7 @@ def _quantise_kernel(
     tl.store(out + row * num_columns + columns, (wide / scale).to(out.dtype.element_ty), mask=inside)
 
 
-def quantise_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Fp8Rows:
+def quantise_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> ScaledRows:
     """Return the rows of x, or of their RMSNorm, as e4m3."""
     num_rows, num_columns = x.shape
     out = torch.empty(num_rows, num_columns, dtype=E4M3, device=x.device)
@@ -56,7 +71,7 @@ def quantise_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Fp
             rows, rows if norm is None else norm, out, scales, num_columns, rows.stride(0), eps,
             BLOCK=block, NORM=norm is not None, num_warps=min(16, max(4, block // 512)), **launch_options(),
         )  # fmt: skip
-    return Fp8Rows(out, scales)
+    return ScaledRows(out, scales)
 
 
 _GATED_BLOCK = 2048
@@ -87,7 +102,7 @@ def _quantise_gated_kernel(
         tl.store(out + row * width + block * BLOCK + column, rounded, mask=column < width - block * BLOCK)
 
 
-def quantise_gated(gate_up: Tensor) -> Fp8Rows:
+def quantise_gated(gate_up: Tensor) -> ScaledRows:
     """Return quantise_rows(silu_mul(gate_up)), the same numbers."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=E4M3, device=gate_up.device)
@@ -99,7 +114,44 @@ def quantise_gated(gate_up: Tensor) -> Fp8Rows:
             rows, out, scales, width, rows.stride(0),
             BLOCK=block, BLOCKS=cdiv(width, block), num_warps=max(1, block // 256), **launch_options(),
         )  # fmt: skip
-    return Fp8Rows(out, scales)
+    return ScaledRows(out, scales)
+
+
+@triton.jit
+def _rotate_kernel(x, out, scales, num_columns, stride, GROUPS: tl.constexpr, PDL: tl.constexpr):
+    """GROUPS is a power of two, at least 16."""
+    row = tl.program_id(0).to(tl.int64)
+    within = tl.arange(0, _SIDE)
+    column = tl.arange(0, GROUPS)[:, None] * _SIDE + within[None, :]
+    # A sign is that of the number of bits that two columns have in common.
+    common = within[:, None] & within[None, :]
+    common ^= common >> 4
+    common ^= common >> 2
+    signs = 1 - 2 * ((common ^ common >> 1) & 1)
+    wait_for_inputs(PDL)
+    value = tl.load(x + row * stride + column, mask=column < num_columns, other=0.0)
+    wide = tl.dot(value, signs.to(value.dtype), input_precision="ieee") * _SHARE
+    # The sum is nothing, or no number.
+    scale = tl.maximum(tl.max(tl.abs(wide)) / _MOST, _SMALLEST_SCALE) + tl.sum(wide * 0.0)
+    tl.store(scales + row, scale)
+    # A float32 to which this was added has no bits behind those of a whole number.
+    numbers = (wide / scale + 12582912.0) - 12582912.0
+    tl.store(out + row * num_columns + column, numbers.to(tl.int8), mask=column < num_columns)
+
+
+def rotated_rows(x: Tensor) -> ScaledRows:
+    """Return the rows of x for a rotated weight."""
+    num_rows, num_columns = x.shape
+    out = torch.empty(num_rows, num_columns, dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    groups = max(16, next_power_of_2(num_columns // SIDE))
+    if num_rows:
+        _rotate_kernel[(num_rows,)](
+            rows, out, scales, num_columns, rows.stride(0), GROUPS=groups, num_warps=min(16, max(4, groups // 16)),
+            **launch_options(),
+        )  # fmt: skip
+    return ScaledRows(out, scales)
 
 
 class TileConfig(NamedTuple):
@@ -128,7 +180,8 @@ def _tiled_kernel(
     x_at = x + (row % num_rows).to(tl.int64)[:, None] * k + column[None, :]
     weight_at = weight + output.to(tl.int64)[None, :] * weight_stride + column[:, None]
     wait_for_inputs(PDL)
-    y = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    y = tl.zeros([ROWS, BLOCK_N], dtype=SUM)
     for start in range(0, k, BLOCK_K):
         if EVEN_K:
             inputs = tl.load(x_at + start)
@@ -140,9 +193,9 @@ def _tiled_kernel(
             scale = tl.load(scales + start // _GROUP * scales_stride + output)
             y += tl.dot(inputs, weights) * scale[None, :]
         else:
-            y = tl.dot(inputs, weights, y)
+            y = tl.dot(inputs, weights, y, out_dtype=SUM)
 
-    y *= tl.load(x_scales + tl.minimum(row, num_rows - 1))[:, None]
+    y = y.to(tl.float32) * tl.load(x_scales + tl.minimum(row, num_rows - 1))[:, None]
     if not GROUPED:
         y *= tl.load(scales + output)[None, :]
     y = y.to(out.dtype.element_ty)
@@ -172,8 +225,8 @@ def tile_config(num_rows: int, num_outputs: int, grouped: bool) -> TileConfig:
 
 
 def tiled(
-    x: Fp8Rows,
-    weight: Fp8Weight,
+    x: ScaledRows,
+    weight: ScaledWeight,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
@@ -195,22 +248,48 @@ def tiled(
     )  # fmt: skip
 
 
-def linear(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def linear(x: ScaledRows, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the product as this type."""
     if _is_for_library(x, weight, dtype):
         return _library_product(x, weight, bias, dtype)
     out = torch.empty(len(x.numbers), weight.shape[0], dtype=dtype, device=x.numbers.device)
-    tiled(x, weight, bias, None, out)
+    multiply = wide_product() if is_wide(x, weight, out) else tiled
+    multiply(x, weight, bias, None, out)
     return out
 
 
-def linear_add(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, residual: Tensor) -> None:
-    tiled(x, weight, bias, residual, residual)
+def linear_add(x: ScaledRows, weight: ScaledWeight, bias: Tensor | None, residual: Tensor) -> None:
+    multiply = wide_product() if is_wide(x, weight, residual) else tiled
+    multiply(x, weight, bias, residual, residual)
 
 
-def _is_for_library(rows: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+def is_wide(rows: ScaledRows, weight: ScaledWeight, out: Tensor) -> bool:
+    """Return whether the kernel for compute capability 9 is to multiply these, where the library does not."""
+    numbers = weight.numbers
     return (
-        rows.numbers.device.type != "cpu"
+        MIN_WIDE_ROWS <= len(rows.numbers) <= (MAX_WIDE_ROWS if numbers.dtype == E4M3 else len(rows.numbers))
+        and len(weight.scales) == 1
+        and out.itemsize == 2
+        and numbers.shape[1] % _LIBRARY_ALIGNMENT == 0
+        and numbers.is_contiguous()
+        and numbers.data_ptr() % _LIBRARY_ALIGNMENT == 0
+        and not awaits_slow_kernels()
+        and has_gluon()
+        and is_on("wide-linears")
+    )
+
+
+def wide_product() -> Callable[[ScaledRows, ScaledWeight, Tensor | None, Tensor | None, Tensor], None]:
+    # Triton 3.6 alone has what it is written in.
+    from weft.kernels.triton.wide_linears import wide
+
+    return wide
+
+
+def _is_for_library(rows: ScaledRows, weight: ScaledWeight, dtype: torch.dtype) -> bool:
+    return (
+        rows.numbers.dtype == E4M3
+        and rows.numbers.device.type != "cpu"
         and len(rows.numbers) > 0
         and len(weight.scales) == 1
         and dtype == torch.bfloat16
@@ -218,7 +297,7 @@ def _is_for_library(rows: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> boo
     )
 
 
-def _library_product(rows: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _library_product(rows: ScaledRows, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if rows.numbers.is_meta:  # what the library computes is not compiled ahead
         return torch.empty(len(rows.numbers), weight.shape[0], dtype=torch.bfloat16, device="meta")
     return torch._scaled_mm(

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.fp8 import GROUP, FloatWeight, Fp8Weight, numbers_of, scales_of
+from weft.kernels.fp8 import GROUP, Fp8Weight
 from weft.kernels.triton.elementwise import silu_times
 from weft.kernels.triton.launch import cdiv, launch_options, next_power_of_2, wait_for_inputs
+from weft.kernels.weights import PlainWeight, numbers_of, scales_of
 
 _NARROW = (torch.bfloat16, torch.float16)
 _GROUP = tl.constexpr(GROUP)
@@ -123,44 +124,44 @@ def _gemv_kernel(
         tl.store(out + own, y, mask=inside)
 
 
-def fits(x: Tensor, weight: FloatWeight) -> bool:
+def fits(x: Tensor, weight: PlainWeight) -> bool:
     """Return whether these kernels support this product."""
     return (
         x.dim() == 2
         and x.shape[0] == 1
-        and (isinstance(weight, Fp8Weight) or x.dtype == weight.dtype)
+        and (isinstance(weight, Fp8Weight) or (isinstance(weight, Tensor) and x.dtype == weight.dtype))
         and x.dtype in _NARROW
         and x.stride(1) == 1
         and numbers_of(weight).stride(1) == 1
     )
 
 
-def gemv(x: Tensor, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:
+def gemv(x: Tensor, weight: PlainWeight, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, None, 0.0, None, out)
     return out
 
 
-def norm_gemv(x: Tensor, norm: Tensor, eps: float, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:
+def norm_gemv(x: Tensor, norm: Tensor, eps: float, weight: PlainWeight, bias: Tensor | None = None) -> Tensor:
     """Return linear(rms_norm(x, norm, eps), weight, bias), without rounding the normalised x."""
     out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, norm, eps, None, out)
     return out
 
 
-def gemv_add(x: Tensor, weight: FloatWeight, bias: Tensor | None, residual: Tensor) -> None:
+def gemv_add(x: Tensor, weight: PlainWeight, bias: Tensor | None, residual: Tensor) -> None:
     """Add linear(x, weight, bias) to the residual in place."""
     _launch(x, weight, bias, None, 0.0, residual, residual)
 
 
-def gate_up_gemv(x: Tensor, weight: FloatWeight) -> Tensor:
+def gate_up_gemv(x: Tensor, weight: PlainWeight) -> Tensor:
     """Return silu_mul(linear(x, weight)), the weight [2 * width, in] with the gates' rows first."""
     out = torch.empty(1, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, None, 0.0, None, out, gated=True)
     return out
 
 
-def norm_gate_up_gemv(x: Tensor, norm: Tensor, eps: float, weight: FloatWeight) -> Tensor:
+def norm_gate_up_gemv(x: Tensor, norm: Tensor, eps: float, weight: PlainWeight) -> Tensor:
     """Return gate_up_gemv(rms_norm(x, norm, eps), weight), without rounding the normalised x."""
     out = torch.empty(1, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, norm, eps, None, out, gated=True)
@@ -169,7 +170,7 @@ def norm_gate_up_gemv(x: Tensor, norm: Tensor, eps: float, weight: FloatWeight) 
 
 def _launch(
     x: Tensor,
-    weight: FloatWeight,
+    weight: PlainWeight,
     bias: Tensor | None,
     norm: Tensor | None,
     eps: float,

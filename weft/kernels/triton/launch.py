@@ -35,6 +35,16 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def has_gluon() -> bool:
+    """Return whether kernels in Gluon, for compute capability 9, run here. The language is new, and changes with each
+    version of Triton."""
+    return (
+        triton.__version__.startswith("3.6.")
+        and not triton.knobs.runtime.interpret
+        and triton.runtime.driver.active.get_current_target().arch == 90
+    )
+
+
 @contextmanager
 def overlapping_launches() -> Iterator[None]:
     """Use programmatic dependent launch for the kernels launched within. For graphs: it makes a replay faster and an

@@ -24,18 +24,19 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.fp8 import E4M3, GROUP, FloatRows, FloatWeight, Fp8Rows, Fp8Weight, numbers_of, scales_of
+from weft.kernels.fp8 import E4M3, GROUP, Fp8Weight, ScaledRows
 from weft.kernels.int_weights import IntWeight
 from weft.kernels.quantised import QuantisedWeight
+from weft.kernels.rotated import RotatedWeight
 from weft.kernels.triton import fp8_linears, gemv, int_linears
 from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
 from weft.kernels.triton.launch import cdiv, is_last, launch_options, next_power_of_2, wait_for_inputs, zeroed_counters
-from weft.kernels.weights import Weight
+from weft.kernels.weights import PlainRows, PlainWeight, Weight, numbers_of, scales_of
 from weft.switches import is_on
 
 MAX_ROWS, MAX_FP8_ROWS, MAX_FP8_ADDED_ROWS = 32, 64, 128
 """Rows up to which the skinny kernels are the fastest; with weights of e4m3 they add to the residual up to the last."""
-_NARROW = (torch.bfloat16, torch.float16, E4M3)
+_NARROW = (torch.bfloat16, torch.float16, E4M3, torch.int8)
 _GROUP = tl.constexpr(GROUP)
 _MULTIPROCESSORS, _SHARED_BYTES, _REGISTERS = 132, 228 << 10, 64 << 10
 """The multiprocessors of an H200, and the memory of each; a program takes 1 KiB of shared memory more than it asks
@@ -107,7 +108,8 @@ def _skinny_kernel(
     weight_at = rows_at[:, None] + column[None, :]
     x_at = x + row[:, None] * x_stride + column[None, :]
     is_row = (row < num_rows)[:, None]
-    y = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+    SUM: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
+    y = tl.zeros([BLOCK_N, ROWS], dtype=SUM)
     for start in range(begin, end, BLOCK_K):
         if EVEN_K:
             weights = tl.load(weight_at + start)
@@ -120,8 +122,9 @@ def _skinny_kernel(
             scale = tl.load(scales + start // _GROUP * scales_stride + output)
             y += tl.dot(weights, tl.trans(inputs)) * scale[:, None]
         else:
-            y = tl.dot(weights, tl.trans(inputs), y)
+            y = tl.dot(weights, tl.trans(inputs), y, out_dtype=SUM)
 
+    y = y.to(tl.float32)
     rows = row[None, :]
     if SPLIT_K > 1:
         parts_at = partials + tile.to(tl.int64) * (SPLIT_K * BLOCK_N * ROWS) + rows * BLOCK_N + part[:, None]
@@ -178,12 +181,12 @@ def _has_shared_memory(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= _SHARED_BYTES
 
 
-def fits_skinny(x: FloatRows, weight: FloatWeight, max_fp8_rows: int = MAX_FP8_ROWS) -> bool:
+def fits_skinny(x: PlainRows, weight: PlainWeight, max_fp8_rows: int = MAX_FP8_ROWS) -> bool:
     """Return whether the skinny kernels support this product."""
     rows, numbers = numbers_of(x), numbers_of(weight)
     return (
         rows.dim() == 2
-        and 0 < rows.shape[0] <= (max_fp8_rows if rows.dtype == E4M3 else MAX_ROWS)
+        and 0 < rows.shape[0] <= (max_fp8_rows if rows.itemsize == 1 else MAX_ROWS)
         and rows.dtype == numbers.dtype
         and rows.dtype in _NARROW
         and rows.stride(1) == 1
@@ -192,7 +195,7 @@ def fits_skinny(x: FloatRows, weight: FloatWeight, max_fp8_rows: int = MAX_FP8_R
     )
 
 
-def skinny_linear(x: FloatRows, weight: FloatWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def skinny_linear(x: PlainRows, weight: PlainWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x [rows, in] times weight [out, in] transposed."""
     rows = numbers_of(x)
     out = torch.empty(rows.shape[0], weight.shape[0], dtype=dtype, device=rows.device)
@@ -200,12 +203,12 @@ def skinny_linear(x: FloatRows, weight: FloatWeight, bias: Tensor | None, dtype:
     return out
 
 
-def skinny_linear_add(x: FloatRows, weight: FloatWeight, bias: Tensor | None, residual: Tensor) -> None:
+def skinny_linear_add(x: PlainRows, weight: PlainWeight, bias: Tensor | None, residual: Tensor) -> None:
     """Add skinny_linear(x, weight, bias) to the residual in place."""
     _launch(x, weight, bias, residual, residual)
 
 
-def skinny_gate_up(x: FloatRows, weight: FloatWeight, dtype: torch.dtype) -> Tensor:
+def skinny_gate_up(x: PlainRows, weight: PlainWeight, dtype: torch.dtype) -> Tensor:
     """Return silu_mul(skinny_linear(x, weight)), the weight [2 * width, in] with the gates' rows first."""
     rows = numbers_of(x)
     out = torch.empty(rows.shape[0], weight.shape[0] // 2, dtype=dtype, device=rows.device)
@@ -214,8 +217,8 @@ def skinny_gate_up(x: FloatRows, weight: FloatWeight, dtype: torch.dtype) -> Ten
 
 
 def _launch(
-    x: FloatRows,
-    weight: FloatWeight,
+    x: PlainRows,
+    weight: PlainWeight,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
@@ -310,35 +313,40 @@ def _is_e4m3(weight: Weight, num_rows: int) -> TypeGuard[Fp8Weight | IntWeight]:
     return isinstance(weight, Fp8Weight) or (isinstance(weight, IntWeight) and int_linears.is_rounded(weight, num_rows))
 
 
-def _linear_add(x: FloatRows, weight: FloatWeight, bias: Tensor | None, residual: Tensor) -> None:
-    if _is_skinny(x, weight, MAX_FP8_ADDED_ROWS):
+def _linear_add(x: PlainRows, weight: PlainWeight, bias: Tensor | None, residual: Tensor) -> None:
+    if isinstance(x, ScaledRows) and not isinstance(weight, Tensor):
+        is_wide = fp8_linears.is_wide(x, weight, residual)
+        if _is_skinny(x, weight, MAX_FP8_ROWS if is_wide else MAX_FP8_ADDED_ROWS):
+            skinny_linear_add(x, weight, bias, residual)
+        else:
+            fp8_linears.linear_add(x, weight, bias, residual)
+    elif _is_skinny(x, weight):
         skinny_linear_add(x, weight, bias, residual)
-    elif isinstance(x, Fp8Rows) and isinstance(weight, Fp8Weight):
-        fp8_linears.linear_add(x, weight, bias, residual)
     else:
         residual.addmm_(numbers_of(x), numbers_of(weight).t())
         if bias is not None:
             residual.add_(bias)
 
 
-def _linear(x: FloatRows, weight: FloatWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _linear(x: PlainRows, weight: PlainWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if _is_skinny(x, weight):
         return skinny_linear(x, weight, bias, dtype)
-    if isinstance(x, Fp8Rows) and isinstance(weight, Fp8Weight):
+    if isinstance(x, ScaledRows) and not isinstance(weight, Tensor):
         return fp8_linears.linear(x, weight, bias, dtype)
     return F.linear(numbers_of(x), numbers_of(weight), bias)
 
 
-def _rows_for(weight: FloatWeight, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> FloatRows:
+def _rows_for(weight: PlainWeight, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> PlainRows:
     """Return x or its RMSNorm, quantised if the weight is."""
     if isinstance(weight, Fp8Weight):
         return fp8_linears.quantise_rows(x, norm, eps)
-    return x if norm is None else rms_norm(x, norm, eps)
+    normal = x if norm is None else rms_norm(x, norm, eps)
+    return fp8_linears.rotated_rows(normal) if isinstance(weight, RotatedWeight) else normal
 
 
-def _is_vector(x: Tensor, weight: FloatWeight) -> bool:
+def _is_vector(x: Tensor, weight: PlainWeight) -> bool:
     return gemv.fits(x, weight) and is_on("gemv")
 
 
-def _is_skinny(x: FloatRows, weight: FloatWeight, max_fp8_rows: int = MAX_FP8_ROWS) -> bool:
+def _is_skinny(x: PlainRows, weight: PlainWeight, max_fp8_rows: int = MAX_FP8_ROWS) -> bool:
     return fits_skinny(x, weight, max_fp8_rows) and is_on("skinny")

@@ -18,7 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from weft.kernels.batch import AttentionBatch, HeadShape
 from weft.kernels.kv_cache import Fp8Cache, LayerCache, block_size_of, numbers_in
 from weft.kernels.triton.decode_attention import as_half, decode_attention, inverse, key_scales, value_scales
-from weft.kernels.triton.launch import awaits_slow_kernels, cdiv, launch_options, next_power_of_2, wait_for_inputs
+from weft.kernels.triton.launch import (
+    awaits_slow_kernels,
+    cdiv,
+    has_gluon,
+    launch_options,
+    next_power_of_2,
+    wait_for_inputs,
+)
 from weft.switches import is_on
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -241,14 +248,11 @@ def prefill_attention(
 
 
 def _is_wide(qkv: Tensor, heads: HeadShape, numbers: Tensor) -> bool:
-    """Return whether there is the kernel for compute capability 9: it computes the same, faster. Its language is new,
-    and changes with each version of Triton."""
+    """Return whether there is the kernel for compute capability 9: it computes the same, faster."""
     return (
         (qkv.dtype, heads.head_dim, numbers.shape[1]) == (numbers.dtype, 128, 16)
         and qkv.itemsize == 2
-        and triton.__version__.startswith("3.6.")
-        and not triton.knobs.runtime.interpret
-        and triton.runtime.driver.active.get_current_target().arch == 90
+        and has_gluon()
         and is_on("wide-prefill")
     )
 
