@@ -6,8 +6,8 @@ and the plot was not drawn again.
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +136,9 @@ def drawn() -> dict[str, str]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="where the plots are written")
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in drawn().items():
         (folder / name).write_text(text)
