@@ -44,8 +44,8 @@ PLOTS = (
     ),
     Plot(
         "gpu_decode.svg",
-        "Decode of the deepseek-llm-7b shape on one H200, bfloat16",
-        "| deepseek-llm-7b shape | Weft | spread |",
+        "Decode of the deepseek-llm-7b shape on one H200, FP8, full steps",
+        "| deepseek-llm-7b shape, full steps |",
         ("decode, batch 1,", "decode, batch 8,", "decode, batch 32,", "decode, batch 128,", "decode, batch 256,"),
         ((1, "Weft"), (3, "vLLM 0.26.0")),
         "tok/s",
