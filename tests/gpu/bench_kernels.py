@@ -21,11 +21,20 @@ from torch import Tensor
 
 from weft.kernels import HeadNorms, HeadShape
 from weft.kernels.batch import AdapterGroups
-from weft.kernels.fp8 import E4M3
+from weft.kernels.fp8 import E4M3, fp8_weight
 from weft.kernels.int_weights import TILE, IntGroups, IntWeight, int8_rows, pack, quantised_groups
 from weft.kernels.kv_cache import LayerCache, zero_cache
+from weft.kernels.rotated import rotated_weight
 from weft.kernels.triton import decode_attention as decode_module
-from weft.kernels.triton import elementwise, launch, linears, lora_linears, sampling_kernels, w4a8_linears
+from weft.kernels.triton import (
+    elementwise,
+    fp8_linears,
+    launch,
+    linears,
+    lora_linears,
+    sampling_kernels,
+    w4a8_linears,
+)
 from weft.kernels.triton.decode_attention import decode_attention
 from weft.kernels.triton.elementwise import rotate_and_store
 from weft.kernels.triton.prefill_attention import prefill_attention
@@ -224,6 +233,38 @@ def bench_linear(model: str, heads: HeadShape, hidden: int, width: int, vocabula
         del weights
 
 
+def bench_eight_bits(model: str, heads: HeadShape, hidden: int, width: int, vocabulary: int) -> None:
+    """The products alone, of rows that are rounded already: by the kernel that is chosen, and by the tiled one."""
+    shapes = {
+        "qkv": (heads.q_size + heads.kv_size, hidden), "o": (hidden, heads.q_size), "gate_up": (2 * width, hidden),
+        "down": (hidden, width), "head": (vocabulary, hidden),
+    }  # fmt: skip
+    for name, (n, k) in shapes.items():
+        if ONLY not in f"{model} fp8 {name}":
+            continue
+        is_head, is_added = name == "head", name in ("o", "down")
+        weights = [
+            (rotated_weight if is_head else fp8_weight)(randn(n, k))
+            for _ in range(max(2, int(COLD_BYTES // (n * k)) + 1))
+        ]
+        for rows in (65, 128, 160, 256):
+            plain, total = randn(rows, k), randn(rows, n)
+            x = (fp8_linears.rotated_rows if is_head else fp8_linears.quantise_rows)(plain)
+            tiled = microseconds(
+                [partial(fp8_linears.tiled, x, one, None, total if is_added else None, total) for one in weights]
+            )
+            chosen = microseconds(
+                [
+                    partial(fp8_linears.linear_add, x, one, None, total)
+                    if is_added
+                    else partial(fp8_linears.linear, x, one, None, torch.bfloat16)
+                    for one in weights
+                ]
+            )
+            print(f"{model} fp8 {name} {n}x{k} rows {rows:<4} {chosen:9.1f} us, tiled {tiled:9.1f} us", flush=True)
+        del weights
+
+
 def in_blocks(groups: IntGroups) -> IntGroups:
     """Return the weight with scales for 32 columns, and minima, as GGUF files have them."""
     scales = groups.scales.repeat_interleave(groups.group_size // 32, dim=1)
@@ -407,6 +448,7 @@ def main() -> None:
         bench_attention(model, heads)
         bench_small(model, heads, hidden, width, vocabulary)
         bench_linear(model, heads, hidden, width, vocabulary)
+        bench_eight_bits(model, heads, hidden, width, vocabulary)
         for kind in KINDS:
             bench_int4(model, kind, heads, hidden, width)
         bench_lora(model, heads, hidden, width)
