@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,14 +11,15 @@ from weft.kernels.batch import HeadNorms
 from weft.kernels.fp8 import Fp8Weight, ScaledRows
 from weft.kernels.int_weights import IntWeight
 from weft.kernels.quantised import QuantisedWeight
-from weft.kernels.rotated import RotatedWeight
 
-ScaledWeight: TypeAlias = Fp8Weight | RotatedWeight
-PlainWeight: TypeAlias = Tensor | ScaledWeight
-"""A weight whose rows lie one behind the other: floats, or numbers of eight bits with scales."""
+if TYPE_CHECKING:
+    from weft.kernels.rotated import RotatedWeight
+
+ScaledWeight: TypeAlias = "Fp8Weight | RotatedWeight"
+PlainWeight: TypeAlias = "Tensor | ScaledWeight"
+"""A weight, and below its inputs, whose rows lie one behind the other: floats, or eight bits with scales."""
 PlainRows: TypeAlias = Tensor | ScaledRows
-"""Inputs of such a weight."""
-Weight: TypeAlias = PlainWeight | QuantisedWeight | IntWeight
+Weight: TypeAlias = "PlainWeight | QuantisedWeight | IntWeight"
 """The weight of a linear layer."""
 Table: TypeAlias = Tensor | QuantisedWeight
 """Embeddings, or the weight of the head."""

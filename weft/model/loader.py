@@ -23,7 +23,6 @@ from weft.kernels.int_weights import IntGroups, IntWeight, int8_rows, is_multipl
 from weft.kernels.int_weights import pack as pack_ints
 from weft.kernels.panel_format import BLOCK, PanelLayout, format_for
 from weft.kernels.quantised import QuantisedWeight, pack
-from weft.kernels.rotated import SIDE, rotated_weight
 from weft.kernels.weights import DecoderWeights, LayerWeights, Table, Weight
 from weft.model.architectures import architecture_of, config_from_gguf, config_from_huggingface
 from weft.model.dense import DenseConfig
@@ -288,9 +287,13 @@ class _Loading:
         else:
             head = self.table({"head": self.config.vocab_size}, self.config.hidden_size)
         if self.linears not in ("keep", "dequantise") and isinstance(head, Tensor):
-            # Where inputs of layers are rounded, so are those of the head.
-            is_rotated = self.linears in ("fp8", "w4a8") and self.panels is None and head.shape[1] % SIDE == 0
-            return rotated_weight(head) if is_rotated else self.int8_weight(head)
+            if self.linears in ("fp8", "w4a8") and self.panels is None:
+                # Inputs of the head are rounded as those of layers are. No CPU loads this.
+                from weft.kernels.rotated import SIDE, rotated_weight
+
+                if head.shape[1] % SIDE == 0:
+                    return rotated_weight(head)
+            return self.int8_weight(head)
         return head
 
     def rope_factors(self) -> Tensor | None:

@@ -260,9 +260,14 @@ class OpenModel:
     """The open files of one model, and how its weights will be held."""
 
     def __init__(
-        self, config: Config, files: ModelFiles, device: torch.device, dtype: torch.dtype, opened: ExitStack,
+        self,
+        config: Config,
+        files: ModelFiles,
+        device: torch.device,
+        dtype: torch.dtype,
+        opened: ExitStack,
         ranks: RankGroup | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.files = files
         self._device, self.dtype, self._ranks = device, dtype, ranks
         self.whole, self._source = opened.enter_context(open_model(files))

@@ -22,9 +22,9 @@ from weft.kernels.weights import ScaledWeight
 
 _ROWS, _OWN, _BLOCK = gl.constexpr(128), gl.constexpr(64), gl.constexpr(128)
 """The rows of a job, the outputs of a group, and the columns that are copied at once."""
-_FEW_OUTPUTS = 132 * 64
-"""Outputs up to which two groups to a program would leave multiprocessors of an H200 without work."""
 _MULTIPROCESSORS = 132
+_FEW_OUTPUTS = _MULTIPROCESSORS * _OWN.value
+"""Outputs up to which two groups to a program would leave multiprocessors of an H200 without work."""
 _STAGES = {1: 9, 2: 6}
 """Blocks that are on their way or in use, by the groups: as many as the shared memory holds."""
 
@@ -111,6 +111,7 @@ def _consume(
     row_jobs, jobs, num_blocks, _, _, _ = work
     units: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 32])
     TYPE: gl.constexpr = gl.int32 if rows.dtype.is_int() else gl.float32
+    # What a loop carries begins as a tensor.
     slot, turn = gl.program_id(0) * 0, gl.program_id(0) * 0
     for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
         y = gl.zeros([_OWN, _ROWS], TYPE, units)
