@@ -20,6 +20,7 @@ SWITCHES = {
     "early-launch": "a kernel of a graph starts while the one before it ends",
     "one-shot": "ranks on GPUs add up small tensors through each other's memory; off: NCCL does",
     "gemv": "linear layers of one row are matrix-vector products, fused with their neighbours",
+    "streamed-gemv": "large ones have a kernel of their own for compute capability 9",
     "skinny": "linear layers of a few rows are read at the memory's speed, fused with their neighbours",
     "library-attention": "a long prompt that is alone in its step goes to cuDNN's attention",
     "wide-prefill": "attention of many prompt tokens has a kernel of its own for compute capability 9",

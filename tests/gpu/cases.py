@@ -52,7 +52,7 @@ from weft.kernels.triton import (
 )
 from weft.kernels.triton import prefill_attention as attention
 from weft.kernels.triton.elementwise import gather_inputs, rotate_and_store
-from weft.kernels.triton.launch import overlapping_launches
+from weft.kernels.triton.launch import await_slow_kernels, overlapping_launches
 from weft.kernels.triton.thresholds import keep_thresholds
 from weft.kernels.weights import PlainWeight, SlotLowRank, Weight
 from weft.machine.memory import slot_rank
@@ -313,6 +313,16 @@ def check_gemv(n: int, k: int, dtype: torch.dtype) -> None:
             assert_near(gemv.gate_up_gemv(x, weight), reference.silu_mul(plain), 2 * tolerance)
             out = gemv.norm_gate_up_gemv(x, scale, 1e-6, weight)
             assert_near(out, reference.silu_mul(normed), 2 * tolerance)
+
+
+def check_gemv_that_stands_in(n: int, k: int) -> None:
+    """The kernels for every GPU, which multiply until the one for compute capability 9 is compiled."""
+    await_slow_kernels(True)
+    try:
+        check_gemv(n, k, BF16)
+        check_fp8_gemv(n, k, BF16, False)
+    finally:
+        await_slow_kernels(False)
 
 
 def check_skinny(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
@@ -1249,8 +1259,13 @@ def cases() -> dict[str, Callable[[], None]]:
         add_kv8(check_attention, heads, [1] * 150, [(i * 37) % 400 + 1 for i in range(150)], BF16)
         add_kv8(check_attention, heads, [700, 513, 64], [700, 1500, 64], BF16)
         add_kv8(check_attention, heads, [1, 1, 1, 300, 17], [4095, 16, 900, 300, 1000], FP16)
+    for n, k in ((2122, 128), (2121, 1408), (2500, 16384)):
+        for dtype in (BF16, FP16):
+            add(check_gemv, n, k, dtype)
+            add(check_fp8_gemv, n, k, dtype, False)
     for n, k in ((12288, 4096), (4096, 4096), (4096, 11008), (7168, 5120), (5120, 17408), (22016, 4096)):
         add(check_gemv, n, k, BF16)
+        add(check_gemv_that_stands_in, n, k)
         for rows in (5, 16, 32):
             add(check_skinny, rows, n, k, BF16)
         add(check_skinny, 11, n, k, FP16)

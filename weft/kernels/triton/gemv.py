@@ -18,10 +18,21 @@ from torch import Tensor
 
 from weft.kernels.fp8 import GROUP, Fp8Weight
 from weft.kernels.triton.elementwise import silu_times
-from weft.kernels.triton.launch import cdiv, launch_options, next_power_of_2, wait_for_inputs
+from weft.kernels.triton.launch import (
+    awaits_slow_kernels,
+    cdiv,
+    has_gluon,
+    launch_options,
+    next_power_of_2,
+    wait_for_inputs,
+)
 from weft.kernels.weights import PlainWeight, numbers_of, scales_of
+from weft.switches import is_on
 
 _NARROW = (torch.bfloat16, torch.float16)
+MIN_STREAMED_OUTPUTS, MAX_STREAMED_COLUMNS = 16 * 132, 16_384
+"""Outputs that leave no multiprocessor of an H200 without work, and columns whose inputs leave room for three tiles of
+weights beside them."""
 _GROUP = tl.constexpr(GROUP)
 
 
@@ -180,6 +191,12 @@ def _launch(
 ) -> None:
     if not fits(x, weight) or out.stride(1) != 1:
         raise ValueError("one row, contiguous, and weights of its narrow type")
+    if _is_streamed(weight):
+        # Triton 3.6 alone has what it is written in.
+        from weft.kernels.triton import streamed_gemv
+
+        streamed_gemv.launch(x, weight, bias, norm, eps, residual, out, gated)
+        return
     numbers, scales = numbers_of(weight), scales_of(weight)
     outputs, block_bytes = _tiling(weight.shape[0], x.shape[1], numbers.itemsize)
     own = outputs // 2 if gated else outputs
@@ -194,6 +211,22 @@ def _launch(
         BIAS=bias is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
         num_warps=4, **launch_options(),
     )  # fmt: skip
+
+
+def _is_streamed(weight: PlainWeight) -> bool:
+    """Return whether the kernel for compute capability 9 is to multiply this weight."""
+    numbers, scales = numbers_of(weight), scales_of(weight)
+    return (
+        weight.shape[0] >= MIN_STREAMED_OUTPUTS
+        and weight.shape[1] <= MAX_STREAMED_COLUMNS
+        and weight.shape[1] * numbers.itemsize % 128 == 0
+        and numbers.is_contiguous()
+        and numbers.data_ptr() % 16 == 0
+        and (scales is None or len(scales) == 1)
+        and not awaits_slow_kernels()
+        and has_gluon()
+        and is_on("streamed-gemv")
+    )
 
 
 def _tiling(num_outputs: int, k: int, itemsize: int) -> tuple[int, int]:

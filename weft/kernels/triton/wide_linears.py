@@ -30,13 +30,13 @@ _STAGES = {1: 9, 2: 6}
 
 
 @gluon.jit
-def _wait_for_inputs(PDL: gl.constexpr):
+def wait_for_inputs(PDL: gl.constexpr):
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _let_next_begin(PDL: gl.constexpr):
+def let_next_begin(PDL: gl.constexpr):
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -44,7 +44,7 @@ def _let_next_begin(PDL: gl.constexpr):
 
 
 @gluon.jit
-def _next(slot, turn, STAGES: gl.constexpr):
+def next_slot(slot, turn, STAGES: gl.constexpr):
     is_end = slot == STAGES - 1
     return gl.where(is_end, 0, slot + 1), gl.where(is_end, turn ^ 1, turn)
 
@@ -82,8 +82,8 @@ def _produce(x, weight, rows, weights, barriers, work, STAGES: gl.constexpr, PDL
     for early in gl.static_range(STAGES):
         mbarrier.expect(ready.index(early), (_ROWS + len(weights) * _OWN) * _BLOCK, pred=early < num_blocks)
         _copy_weights(weight, weights, own // row_jobs, early, ready, early, early < num_blocks)
-    _wait_for_inputs(PDL)
-    _let_next_begin(PDL)
+    wait_for_inputs(PDL)
+    let_next_begin(PDL)
     for early in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(
             x, [own % row_jobs * _ROWS, early * _BLOCK], ready.index(early), rows.index(early), pred=early < num_blocks
@@ -93,12 +93,12 @@ def _produce(x, weight, rows, weights, barriers, work, STAGES: gl.constexpr, PDL
     slot, turn = first % STAGES, first // STAGES
     for block in range(first, num_blocks):
         _copy(x, weight, rows, weights, ready, free, own % row_jobs, own // row_jobs, block, slot, turn)
-        slot, turn = _next(slot, turn, STAGES)
+        slot, turn = next_slot(slot, turn, STAGES)
     for job in range(own + gl.num_programs(0), jobs, gl.num_programs(0)):
         row_job, tile = job % row_jobs, job // row_jobs
         for block in range(num_blocks):
             _copy(x, weight, rows, weights, ready, free, row_job, tile, block, slot, turn)
-            slot, turn = _next(slot, turn, STAGES)
+            slot, turn = next_slot(slot, turn, STAGES)
 
 
 @gluon.jit
@@ -120,10 +120,10 @@ def _consume(
             y = warpgroup_mma(weights.index(slot), rows.index(slot).permute((1, 0)), y, is_async=True)
             y = warpgroup_mma_wait(1, deps=[y])
             mbarrier.arrive(free.index(_before(slot, STAGES)), count=1, pred=block > 0)
-            slot, turn = _next(slot, turn, STAGES)
+            slot, turn = next_slot(slot, turn, STAGES)
         y = warpgroup_mma_wait(0, deps=[y])
         mbarrier.arrive(free.index(_before(slot, STAGES)), count=1)
-        _wait_for_inputs(PDL)
+        wait_for_inputs(PDL)
         _store(y, outputs, job % row_jobs * _ROWS, (job // row_jobs * GROUPS + group) * _OWN, work, units, BIAS, ADD)
 
 

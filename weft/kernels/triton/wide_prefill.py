@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from weft.kernels.batch import HeadShape
 from weft.kernels.triton.launch import cdiv, launch_options
+from weft.kernels.triton.wide_linears import let_next_begin, wait_for_inputs
 
 _LEAST = gl.constexpr(-1.0e30)
 _QUERIES, _TOKENS, _STAGES = 128, 128, 3
@@ -234,11 +235,8 @@ def _wide_prefill_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = q.dtype.element_ty
     head = gl.program_id(0)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    wait_for_inputs(PDL)
+    let_next_begin(PDL)
     sequence, rank = _find(query_starts, num_sequences, gl.program_id(1), BLOCK_M)
     origin = gl.load(query_starts)
     column = gl.arange(0, DIM, layout=gl.SliceLayout(0, by_row))
