@@ -47,7 +47,7 @@ PLOTS = (
         "Decode of the deepseek-llm-7b shape on one H200, FP8, full steps",
         "| deepseek-llm-7b shape, full steps |",
         ("decode, batch 1,", "decode, batch 8,", "decode, batch 32,", "decode, batch 128,", "decode, batch 256,"),
-        ((2, "Weft, the slower machine"), (3, "vLLM 0.26.0")),
+        ((1, "Weft"), (2, "vLLM 0.26.0")),
         "tok/s",
     ),
     Plot(

@@ -2,8 +2,7 @@
 
 It computes what `gemv` does, in Gluon. Two programs share a multiprocessor and fill its shared memory with tiles of
 weights: the copy engine brings the next one into a slot as soon as the last was read from it, and the first ones before
-the inputs are there. With fewer bytes on their way the memory is not busy. And where there is room for a third program,
-the next kernel's begin early, two on one multiprocessor and none on another, which takes longer than it saves.
+the inputs are there. With less on its way, and room for the next kernel's programs, steps were slower than by `gemv`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -23,11 +22,13 @@ from weft.kernels.triton.launch import cdiv, launch_options
 from weft.kernels.triton.wide_linears import let_next_begin, next_slot, wait_for_inputs
 from weft.kernels.weights import PlainWeight, numbers_of, scales_of
 
-OUTPUTS, LINES, LINE_BYTES = 16, 8, 128
-"""The outputs of a tile, and the bytes of each of their rows in it, as lines that the copy engine reads at once."""
-_OUTPUTS, _OWN_GATED, _LINES = gl.constexpr(OUTPUTS), gl.constexpr(OUTPUTS // 2), gl.constexpr(LINES)
-_TILE_BYTES = gl.constexpr(OUTPUTS * LINES * LINE_BYTES)
-_WARPS = gl.constexpr(4)
+LINE_BYTES = 128
+"""What the copy engine reads at once. A tile has eight lines of each of sixteen rows of weights."""
+_OUTPUTS, _LINES, _WARPS = gl.constexpr(16), gl.constexpr(8), gl.constexpr(4)
+_HALF = gl.constexpr(_OUTPUTS.value // 2)
+_TILE_BYTES = gl.constexpr(_OUTPUTS.value * _LINES.value * LINE_BYTES)
+_FOUR = gl.constexpr(4)
+"""Tiles whose inputs are read at once."""
 _SHARED_BYTES = 112 << 10
 """What each of two programs has of a multiprocessor's shared memory, less a KiB for barriers and sums."""
 
@@ -35,7 +36,7 @@ _SHARED_BYTES = 112 << 10
 @gluon.constexpr_function
 def _layout(rows, width):
     """Return the layout of `rows`, eight lines and their columns. A thread has `width` neighbouring columns, eight
-    threads a line, and a warp four neighbouring rows of two lines."""
+    threads have a line, and a warp has a line of four neighbouring rows."""
     columns = [[0, 0, 1 << bit] for bit in range(width.bit_length() - 1)]
     more_rows = [[4, 0, 0], [8, 0, 0]] if rows == 16 else []
     threads = [[0, 0, width], [0, 0, 2 * width], [0, 0, 4 * width], [1, 0, 0], [2, 0, 0]]
@@ -44,12 +45,12 @@ def _layout(rows, width):
 
 
 @gluon.constexpr_function
-def _fours_layout(width):
-    """Return the layout of a tile's inputs as they are stored: lines, fours of a thread's columns, threads, columns."""
-    fours = [[0, 1 << bit, 0, 0] for bit in range(width.bit_length() - 3)]
+def _kept_layout(width):
+    """Return the layout of a tile's inputs as they are kept: lines, quads of a thread's columns, threads, columns."""
+    quads = [[0, 1 << bit, 0, 0] for bit in range(width.bit_length() - 3)]
     threads = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     return gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2], *fours, [4, 0, 0, 0]], threads, [[1, 0, 0, 0], [2, 0, 0, 0]], [],
+        [[0, 0, 0, 1], [0, 0, 0, 2], *quads, [4, 0, 0, 0]], threads, [[1, 0, 0, 0], [2, 0, 0, 0]], [],
         [8, width // 4, 8, 4],
     )  # fmt: skip
 
@@ -61,8 +62,8 @@ def _copy(weight, slots, ready, slot, job, tile, num_outputs, GATED: gl.constexp
     if GATED:
         for half in gl.static_range(2):
             tma.async_copy_global_to_shared(
-                weight, [half * num_outputs + job * _OWN_GATED, tile * _LINES, 0], ready.index(slot),
-                slots.index(slot).slice(half * _OWN_GATED, _OWN_GATED, 0), pred=pred,
+                weight, [half * num_outputs + job * _HALF, tile * _LINES, 0], ready.index(slot),
+                slots.index(slot).slice(half * _HALF, _HALF, 0), pred=pred,
             )  # fmt: skip
     else:
         tma.async_copy_global_to_shared(
@@ -76,31 +77,32 @@ def _keep_inputs(
 ):  # fmt: skip
     """Keep the inputs of all tiles in shared memory, times the norm's weights, and return what outputs are to be
     multiplied by."""
-    layout: gl.constexpr = _layout(4, WIDTH)
-    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    line = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    own = gl.arange(0, 8 * WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    columns = (tile * _LINES + line) * (8 * WIDTH) + own
+    layout: gl.constexpr = _layout(_FOUR, WIDTH)
+    COLUMNS: gl.constexpr = 8 * WIDTH
+    tile = gl.arange(0, _FOUR, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    line = gl.arange(0, _LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    own = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    columns = (tile * _LINES + line) * COLUMNS + own
     norms = ()
     if NORM:
         for four in gl.static_range(FOURS):
-            at = four * 4 * (_LINES * 8 * WIDTH) + columns
+            at = four * (_FOUR * _LINES * COLUMNS) + columns
             coming = gl.load(norm + at, mask=at < K, other=0.0)
             norms = norms + (coming,)  # type: ignore[assignment]  # noqa: RUF005 (the compiler knows no other way)
     wait_for_inputs(PDL)
     let_next_begin(PDL)
     places = kept._reinterpret(
-        gl.float32, [FOURS, 4, 8, WIDTH // 4, 8, 4], gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
+        gl.float32, [FOURS, _FOUR, _LINES, WIDTH // 4, 8, 4], gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
     )
-    squares = gl.zeros([4, 8, 8 * WIDTH], gl.float32, layout)
+    squares = gl.zeros([_FOUR, _LINES, COLUMNS], gl.float32, layout)
     for four in gl.static_range(FOURS):
-        at = four * 4 * (_LINES * 8 * WIDTH) + columns
+        at = four * (_FOUR * _LINES * COLUMNS) + columns
         value = gl.load(x + at, mask=at < K, other=0.0).to(gl.float32)
         if NORM:
             squares += value * value
             value = value * norms[four].to(gl.float32)
-        # Threads that read at once read neighbouring fours.
-        places.index(four).store(gl.permute(gl.reshape(value, [4, 8, 8, WIDTH // 4, 4]), [0, 1, 3, 2, 4]))
+        # Threads that read at the same time read neighbouring quads.
+        places.index(four).store(gl.permute(gl.reshape(value, [_FOUR, _LINES, 8, WIDTH // 4, 4]), [0, 1, 3, 2, 4]))
     factor = 1.0
     if NORM:
         factor = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, axis=2), axis=1), axis=0) / K + eps)
@@ -116,19 +118,20 @@ def _streamed_gemv_kernel(
 ):  # fmt: skip
     """`num_outputs` counts elements of `out`. Gated, the first half of a job's rows of weights are gates and the others
     their ups, `num_outputs` further down."""
-    TILES: gl.constexpr = (K + _LINES * 8 * WIDTH - 1) // (_LINES * 8 * WIDTH)
-    FOURS: gl.constexpr = (TILES + 3) // 4
-    OWN: gl.constexpr = _OWN_GATED if GATED else _OUTPUTS
+    COLUMNS: gl.constexpr = 8 * WIDTH
+    TILES: gl.constexpr = (K + _LINES * COLUMNS - 1) // (_LINES * COLUMNS)
+    FOURS: gl.constexpr = (TILES + _FOUR - 1) // _FOUR
+    OWN: gl.constexpr = _HALF if GATED else _OUTPUTS
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for first in gl.static_range(STAGES):
         mbarrier.init(ready.index(first), count=1)
     fence_async_shared()
     gl.thread_barrier()
     slots = gl.allocate_shared_memory(
-        weight.dtype, [STAGES, _OUTPUTS, _LINES, 8 * WIDTH], gl.NVMMASharedLayout(128, 128 // WIDTH, 3)
+        weight.dtype, [STAGES, _OUTPUTS, _LINES, COLUMNS], gl.NVMMASharedLayout(128, 128 // WIDTH, 3)
     )
     kept = gl.allocate_shared_memory(
-        gl.float32, [4 * FOURS, 8, WIDTH // 4, 8, 4], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+        gl.float32, [_FOUR * FOURS, _LINES, WIDTH // 4, 8, 4], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     )
     own, programs = gl.program_id(0), gl.num_programs(0)
     for first in gl.static_range(STAGES):
@@ -136,8 +139,8 @@ def _streamed_gemv_kernel(
         _copy(weight, slots, ready, first, first_job, first % TILES, num_outputs, GATED, first_job < jobs)
     factor = _keep_inputs(x, norm, kept, eps, K, FOURS, WIDTH, NORM, PDL)
 
-    layout: gl.constexpr = _layout(16, WIDTH)
-    of_sums: gl.constexpr = _layout(16, 1)
+    layout: gl.constexpr = _layout(_OUTPUTS, WIDTH)
+    of_sums: gl.constexpr = _layout(_OUTPUTS, 1)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
     row = gl.arange(0, _OUTPUTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, of_sums)))
     # What a loop carries begins as a tensor.
@@ -151,20 +154,20 @@ def _streamed_gemv_kernel(
             scale = gl.load(scales + scale_at + row // OWN * num_outputs, mask=scale_at < num_outputs, other=0.0)
         if ADD:
             total = gl.load(residual + output, mask=inside, other=0.0)
-        sums = gl.zeros([_OUTPUTS, 8, 8], gl.float32, of_sums)
+        sums = gl.zeros([_OUTPUTS, _LINES, 8], gl.float32, of_sums)
         for tile in range(TILES):
             mbarrier.wait(ready.index(slot), turn)
             weights = slots.index(slot).load(layout)
-            inputs = gl.permute(kept.index(tile).load(_fours_layout(WIDTH)), [0, 2, 1, 3])
+            inputs = gl.permute(kept.index(tile).load(_kept_layout(WIDTH)), [0, 2, 1, 3])
             inputs = gl.convert_layout(
-                gl.reshape(inputs, [8, 8 * WIDTH]), gl.SliceLayout(0, layout), assert_trivial=True
+                gl.reshape(inputs, [_LINES, COLUMNS]), gl.SliceLayout(0, layout), assert_trivial=True
             )
             gl.thread_barrier()
             _copy(weight, slots, ready, slot, next_job, next_tile, num_outputs, GATED, next_job < jobs)
             is_end = next_tile == TILES - 1
             next_job, next_tile = gl.where(is_end, next_job + programs, next_job), gl.where(is_end, 0, next_tile + 1)
             slot, turn = next_slot(slot, turn, STAGES)
-            products = gl.reshape(weights.to(gl.float32) * gl.expand_dims(inputs, 0), [_OUTPUTS, 8, 8, WIDTH])
+            products = gl.reshape(weights.to(gl.float32) * gl.expand_dims(inputs, 0), [_OUTPUTS, _LINES, 8, WIDTH])
             sums += gl.convert_layout(gl.sum(products, axis=3), of_sums, assert_trivial=True)
         y = gl.sum(gl.sum(sums, axis=2), axis=1) * factor
         if SCALED:
@@ -195,18 +198,19 @@ def launch(
     """Compute what `gemv` launches its kernel for."""
     numbers, scales = numbers_of(weight), scales_of(weight)
     num_rows, k = numbers.shape
-    width = 16 // numbers.itemsize
-    num_outputs, own = (num_rows // 2, OUTPUTS // 2) if gated else (num_rows, OUTPUTS)
+    width, columns = 16 // numbers.itemsize, LINE_BYTES // numbers.itemsize
+    num_outputs, own = (num_rows // 2, _HALF.value) if gated else (num_rows, _OUTPUTS.value)
     jobs = cdiv(num_outputs, own)
-    fours = cdiv(k, 4 * LINES * 8 * width)
+    four_columns = _FOUR.value * _LINES.value * columns
+    kept_bytes = 4 * cdiv(k, four_columns) * four_columns
     _streamed_gemv_kernel[(min(jobs, 2 * _multiprocessors(x.device)),)](
         TensorDescriptor.from_tensor(
-            numbers.view(num_rows, -1, 8 * width), [own, LINES, 8 * width],
+            numbers.view(num_rows, -1, columns), [own, _LINES.value, columns],
             gl.NVMMASharedLayout(128, 8 * numbers.itemsize, 3),
         ),
         x, x if scales is None else scales, x if bias is None else bias, x if norm is None else norm,
         x if residual is None else residual, out, jobs, num_outputs, eps,
-        K=k, STAGES=(_SHARED_BYTES - fours * 4 * LINES * 8 * width * 4) // _TILE_BYTES.value, WIDTH=width,
+        K=k, STAGES=(_SHARED_BYTES - kept_bytes) // _TILE_BYTES.value, WIDTH=width,
         SCALED=scales is not None, BIAS=bias is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
         num_warps=_WARPS.value, **launch_options(),
     )  # fmt: skip
