@@ -73,8 +73,8 @@ CORE = [
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "os.system"}
 
-MAX_FILES = 341
-MAX_LINES = 68_500
+MAX_FILES = 342
+MAX_LINES = 68_550
 SMALL_LINES = 80
 SMALL_ON_PURPOSE = {
     "weft.__main__": "`python -m weft` needs a module of this name",

@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from weft.kernels.triton.gluon_parts import let_next_begin, next_slot, wait_for_inputs
 from weft.kernels.triton.launch import cdiv, launch_options
-from weft.kernels.triton.wide_linears import let_next_begin, next_slot, wait_for_inputs
 from weft.kernels.weights import PlainWeight, numbers_of, scales_of
 
 LINE_BYTES = 128

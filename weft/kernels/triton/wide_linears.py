@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.fp8 import ScaledRows
+from weft.kernels.triton.gluon_parts import let_next_begin, next_slot, wait_for_inputs
 from weft.kernels.triton.launch import cdiv, launch_options
 from weft.kernels.weights import ScaledWeight
 
@@ -27,26 +28,6 @@ _FEW_OUTPUTS = _MULTIPROCESSORS * _OWN.value
 """Outputs up to which two groups to a program would leave multiprocessors of an H200 without work."""
 _STAGES = {1: 9, 2: 6}
 """Blocks that are on their way or in use, by the groups: as many as the shared memory holds."""
-
-
-@gluon.jit
-def wait_for_inputs(PDL: gl.constexpr):
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def let_next_begin(PDL: gl.constexpr):
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def next_slot(slot, turn, STAGES: gl.constexpr):
-    is_end = slot == STAGES - 1
-    return gl.where(is_end, 0, slot + 1), gl.where(is_end, turn ^ 1, turn)
 
 
 @gluon.jit

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from weft.kernels.batch import HeadShape
+from weft.kernels.triton.gluon_parts import let_next_begin, wait_for_inputs
 from weft.kernels.triton.launch import cdiv, launch_options
-from weft.kernels.triton.wide_linears import let_next_begin, wait_for_inputs
 
 _LEAST = gl.constexpr(-1.0e30)
 _QUERIES, _TOKENS, _STAGES = 128, 128, 3
