@@ -6,8 +6,9 @@ import os
 
 import pytest
 
+from weft.bench.mixed import without
 from weft.errors import ConfigError
-from weft.switches import SWITCHES, VARIABLE, switched_off, without
+from weft.switches import SWITCHES, VARIABLE, switched_off
 
 
 def test_names_are_read_from_a_list() -> None:

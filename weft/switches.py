@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 
 from weft.errors import ConfigError
@@ -42,17 +41,3 @@ def switched_off(environment: Mapping[str, str]) -> set[str]:
     if unknown := names - SWITCHES.keys():
         raise ConfigError(f"{VARIABLE}: there is no switch {min(unknown)!r}.", hint=f"Known: {', '.join(SWITCHES)}.")
     return names
-
-
-@contextmanager
-def without(*names: str) -> Iterator[None]:
-    """Switch these off in engines that are started inside the block."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = ",".join([before or "", *names])
-    try:
-        switched_off(os.environ)
-        yield
-    finally:
-        del os.environ[VARIABLE]
-        if before is not None:
-            os.environ[VARIABLE] = before

@@ -23,10 +23,11 @@ from tests.gpu.client_requests import PROMPTS, end_of, requests
 from tests.processes import descendants
 from tests.tiny_adapters import save_adapter
 from tests.waiting import until
+from weft.bench.mixed import without
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.hub.resolve import resolve
-from weft.switches import SHARED_GPU, without
+from weft.switches import SHARED_GPU
 from weft.types import Adapter, FinishReason, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -27,7 +28,7 @@ from weft.bench.report import environment
 from weft.errors import ConfigError
 from weft.options import Config
 from weft.serving.image_request import generate_image, image_model
-from weft.switches import switched_off, without
+from weft.switches import VARIABLE, switched_off
 from weft.types import GenerateImage, GenerationRequest, ImageParams, ModelInfo, Output, Sample, SamplingParams
 
 IMAGE_PROMPT_TOKENS = 12
@@ -207,6 +208,20 @@ def num_runs(works: Sequence[MixedWork]) -> int:
     """Count the runs of all modes. Those without images are the same for every work."""
     modes = modes_of(works[0])
     return (works[0].runs + 1) * sum(len(works) if mode.images else 1 for mode in modes)
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Switch these off in engines that are started inside the block."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = ",".join([before or "", *names])
+    try:
+        switched_off(os.environ)
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
 async def run_mixed(config: Config, works: Sequence[MixedWork], tick: Tick = lambda name: None) -> list[MixedReport]:
