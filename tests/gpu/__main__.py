@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ALONE = ["test_memory.py", "test_planning.py", "test_unload.py"]
-"""Tests that need the memory of the whole device."""
+ALONE = ["test_faults.py", "test_memory.py", "test_planning.py", "test_unload.py"]
+"""Tests that need the memory of the whole device, or take it."""
 RANKS = "test_tensor_parallel.py"
 """Ranks wait for each other in kernels, each for its turn on the device: few others may have turns meanwhile."""
 BY_ITSELF = "test_kernels.py"
