@@ -106,7 +106,11 @@ def main() -> None:
         backend=BackendOptions(quantization="int8" if is_block else quantization),
         cache=CacheOptions(kv_cache_memory_mb=40_000),
     )
-    stepper = Worker(config, find_model(config)).runner.stepper
+    runner = Worker(config, find_model(config)).runner
+    # Until all kernels are compiled others stand in for some.
+    if runner.graphs is not None and not runner.graphs._is_compiled(600.0):
+        sys.exit("The kernels were not compiled within ten minutes.")
+    stepper = runner.stepper
     model, table = stepper.model, stepper.table
     blocks = -(-CONTEXT // table.block_size)
     table.blocks[:256, :blocks] = torch.arange(1, 1 + 256 * blocks, device="cuda").view(256, blocks)

@@ -23,14 +23,14 @@ from weft.kernels.triton.launch import cdiv, launch_options
 from weft.kernels.weights import PlainWeight, numbers_of, scales_of
 
 LINE_BYTES = 128
-"""What the copy engine reads at once. A tile has eight lines of each of sixteen rows of weights."""
+"""The copy engine reads so much at once: a line. A tile has eight lines of each of sixteen rows of weights."""
 _OUTPUTS, _LINES, _WARPS = gl.constexpr(16), gl.constexpr(8), gl.constexpr(4)
 _HALF = gl.constexpr(_OUTPUTS.value // 2)
 _TILE_BYTES = gl.constexpr(_OUTPUTS.value * _LINES.value * LINE_BYTES)
 _FOUR = gl.constexpr(4)
-"""Tiles whose inputs are read at once."""
+"""The inputs of so many tiles are read at once."""
 _SHARED_BYTES = 112 << 10
-"""What each of two programs has of a multiprocessor's shared memory, less a KiB for barriers and sums."""
+"""Each of two programs has so much of a multiprocessor's shared memory, and a KiB more for barriers and sums."""
 
 
 @gluon.constexpr_function
