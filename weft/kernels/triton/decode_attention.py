@@ -36,6 +36,10 @@ _LEAST = tl.constexpr(-1.0e30)
 """Below every score, and finite: a maximum over nothing has to subtract from itself."""
 _TOKENS = 16
 """In a tile. They lie in one block: block sizes are multiples of it."""
+_RESIDENT = 8 * 132
+"""Programs that are on an H200 at once, or more, with as many tiles on their way to each as no more programs need."""
+_LEAST_ROWS, _LEAST_TURNED = 16, 8
+"""Query heads that the units multiply at least, as rows and as columns."""
 _FP8_TOKENS, _FP8_STAGES, _FP8_WARPS = 32, 3, 1
 """Tokens in a tile of e4m3 numbers, which may lie in several blocks, and how its kernel is compiled."""
 _FULL_CHIP, _MIN_TOKENS = 528, 64
@@ -124,13 +128,14 @@ def _finish(
 @triton.jit(do_not_specialize=["tables", "lengths", "counters", "table_stride", "num_splits", "min_tiles"])
 def _decode_kernel(
     q, kv, tables, lengths, out, partials, statistics, counters,
-    q_stride, block_stride, token_stride, table_stride, out_stride, num_heads, num_splits, min_tiles, scale,
+    q_stride, table_stride, out_stride, num_heads, num_splits, min_tiles, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     PADDED: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    TURNED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """GROUP query heads share a key head: a matrix product, its rows padded to the least that the units take. One warp
-    does it all and waits for no other: what is short here is the memory, and many programs keep it busy."""
+    """GROUP query heads share a key head: a matrix product, its rows padded to the least that the units take, 16, or 8
+    where the products are TURNED. That is less work, and what a program leaves to others takes longer to store. One
+    warp does it all and waits for no other: what is short here is the memory, and many programs keep it busy."""
     group = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     # Lengths and tables are inputs of the whole step, which no kernel within it writes.
@@ -147,28 +152,41 @@ def _decode_kernel(
     own = (group * GROUP + member)[:, None] * DIM + column[None, :]
     query = tl.load(q + row * q_stride + own, mask=own_inside, other=0.0)
     table = tables + row * table_stride
-    offsets = group * DIM + token[:, None] * token_stride + column[None, :]
+    STRIDE: tl.constexpr = 2 * KV_HEADS * DIM
+    OF_TOKENS: tl.constexpr = 0 if TURNED else 1
 
     peak = tl.full([ROWS], _LEAST, dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
-    sums = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+    sums = tl.zeros([PADDED, ROWS] if TURNED else [ROWS, PADDED], dtype=tl.float32)
     for tile in range(first, end):
         start = tile * TOKENS
         block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-        at = kv + block * block_stride + (start % BLOCK_SIZE) * token_stride + offsets
-        known = start + token < length
-        mask = known[:, None] & (column < DIM)[None, :]
-        keys = tl.load(at, mask=mask, other=0.0)
-        values = tl.load(at + KV_HEADS * DIM, mask=mask, other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(known[None, :], scores, float("-inf"))
-        highest = tl.maximum(peak, tl.max(scores, axis=1))
+        at = kv + (block * BLOCK_SIZE + start % BLOCK_SIZE) * STRIDE + group * DIM
+        # In the place of tokens behind the last it is read once more: no load depends on a condition.
+        read = tl.minimum(token, length - 1 - start) * STRIDE
+        keys = tl.load(at + (read[:, None] + column[None, :]), mask=(column < DIM)[None, :], other=0.0)
+        at += KV_HEADS * DIM
+        if TURNED:
+            values = tl.load(at + (read[None, :] + column[:, None]), mask=(column < DIM)[:, None], other=0.0)
+            scores = tl.dot(keys, tl.trans(query), input_precision=PRECISION) * scale
+        else:
+            values = tl.load(at + (read[:, None] + column[None, :]), mask=(column < DIM)[None, :], other=0.0)
+            scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
+        known = tl.expand_dims(start + token < length, 1 - OF_TOKENS)
+        scores = tl.where(known, scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, axis=OF_TOKENS))
         shrink = tl.exp2(peak - highest)
-        shares = tl.exp2(scores - highest[:, None])
-        total = total * shrink + tl.sum(shares, axis=1)
-        sums = tl.dot(shares.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
+        shares = tl.exp2(scores - tl.expand_dims(highest, OF_TOKENS))
+        total = total * shrink + tl.sum(shares, axis=OF_TOKENS)
+        shrunk = sums * tl.expand_dims(shrink, OF_TOKENS)
+        if TURNED:
+            sums = tl.dot(values, shares.to(values.dtype), shrunk, input_precision=PRECISION)
+        else:
+            sums = tl.dot(shares.to(values.dtype), values, shrunk, input_precision=PRECISION)
         peak = highest
 
+    if TURNED:
+        sums = tl.trans(sums)
     _finish(
         sums, total, peak, out + row * out_stride, partials, statistics, counters, row, group * GROUP,
         group * GROUP + GROUP, num_heads, active, HEADS, DIM, PADDED, ROWS, SPLIT, SPLITS,
@@ -357,12 +375,16 @@ def decode_attention(
             NATIVE=out.device.type != "cpu", num_warps=_FP8_WARPS, num_stages=_FP8_STAGES, **launch_options(),
         )  # fmt: skip
         return out
+    programs = rows * heads.num_kv_heads
+    stages = 3 if programs <= _FEW_PROGRAMS else 7 if programs <= _RESIDENT and not is_split else 5
+    is_turned = not is_split and group <= _LEAST_TURNED
     _decode_kernel[grid](
         qkv, numbers, block_tables, lengths, out, partials, statistics, counters,
-        qkv.stride(0), numbers.stride(0), numbers.stride(1), block_tables.stride(0), out.stride(0), heads.num_heads,
-        plan.num_splits, cdiv(plan.min_tokens, _TOKENS), heads.scale * _LOG2_E,
-        **shape, ROWS=max(16, next_power_of_2(group)), PADDED=max(16, padded), TOKENS=_TOKENS,
-        PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32",
-        num_warps=1, num_stages=3 if rows * heads.num_kv_heads <= _FEW_PROGRAMS else 5, **launch_options(),
+        qkv.stride(0), block_tables.stride(0), out.stride(0), heads.num_heads, plan.num_splits,
+        cdiv(plan.min_tokens, _TOKENS), heads.scale * _LOG2_E,
+        **shape, ROWS=max(_LEAST_TURNED if is_turned else _LEAST_ROWS, next_power_of_2(group)),
+        PADDED=max(16, padded), TOKENS=_TOKENS, TURNED=is_turned,
+        PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32", num_warps=1, num_stages=stages,
+        **launch_options(),
     )  # fmt: skip
     return out

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from weft.kernels.fp8 import E4M3, E4M3_MAX, SMALLEST_SCALE
 from weft.kernels.int_weights import BLOCK, MIDDLE, TILE, IntWeight
-from weft.kernels.triton.elementwise import normalised
 from weft.kernels.triton.int_jobs import job_of, store_outputs, tiles_of, words_of
-from weft.kernels.triton.launch import cdiv, is_last, launch_options, next_power_of_2, wait_for_inputs, zeroed_counters
+from weft.kernels.triton.launch import cdiv, is_last, launch_options, wait_for_inputs, zeroed_counters
 
 MIN_ROWS, MAX_ROWS = 65, 256
 _BLOCK, _TILE, _MIDDLE = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(MIDDLE)
@@ -39,9 +38,6 @@ _ZEROS_AT_ONCE = tl.constexpr(16)
 _MULTIPROCESSORS = 132
 _LONG = 64
 """Blocks of a job that is worth sharing by two programs of one multiprocessor."""
-_LEAST_BLOCKS = 16
-"""Blocks of a row that is rounded, or more: of fewer Triton 3.6 adds up the wrong numbers, as a warp's threads that
-have parts of one block are no neighbours then."""
 _UNPACKING = """{
 .reg .b32 mask, high;
 mov.b32 mask, 0x0F0F0F0F;
@@ -94,43 +90,79 @@ def block_order(device: torch.device | str = "cpu") -> Tensor:
 
 
 @triton.jit
+def _times(x, y, UNPACK: tl.constexpr):
+    """Return x * y, rounded before anything is added to it."""
+    if UNPACK == "":
+        return x * y
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _eights(pointers, columns, num_columns):
+    """Load places of blocks, [8, 4, WARPS, 16], from these columns and those half a block behind them."""
+    HALF: tl.constexpr = _BLOCK // 2
+    low = tl.load(pointers, mask=columns < num_columns, other=0.0)
+    high = tl.load(pointers + HALF, mask=columns + HALF < num_columns, other=0.0)
+    return tl.reshape(tl.join(low, high), [8, 4, low.shape[2], 16])
+
+
+@triton.jit
 def _block_rows_kernel(
     x, norm, out, scales, sums, num_columns, num_blocks, padded_rows, stride, eps,
-    BLOCKS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr, UNPACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS is a power of two."""
-    SIZE: tl.constexpr = BLOCKS * _BLOCK
+    """A row is in chunks of 4 * WARPS blocks. A thread has an eighth of a block, 16 places, and its neighbours have the
+    others: they load and store whole lines, and what they have stays with them. Eighths are the first dimension, as
+    the compiler gives neighbouring threads what is next to each other in the first one."""
+    HELD: tl.constexpr = 4 * WARPS
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)[:, None, None]
-    eight = tl.arange(0, 8)[None, :, None]
+    eighth = tl.arange(0, 8)[:, None, None]
+    block = eighth * 0 + tl.arange(0, 4)[None, :, None] * WARPS + tl.arange(0, WARPS)[None, None, :]
     # The eight neighbours at these places of the order: the quarter is its lowest bit, and above the others in memory.
-    low = block * _BLOCK + (eight % 2 * 4 + eight // 2) * 8 + tl.arange(0, 8)[None, None, :]
-    high = low + _BLOCK // 2
+    column = (block * _BLOCK + (eighth % 2 * 4 + eighth // 2) * 8)[:, :, :, None] + tl.arange(0, 8)
+    weights = ()
     if NORM:
-        low_weight = tl.load(norm + low, mask=low < num_columns, other=0.0)
-        high_weight = tl.load(norm + high, mask=high < num_columns, other=0.0)
-        weight = tl.reshape(tl.join(low_weight, high_weight), [1, SIZE])
+        for chunk in tl.static_range(CHUNKS):
+            columns = column + chunk * HELD * _BLOCK
+            weights = weights + (_eights(norm + columns, columns, num_columns),)  # type: ignore[assignment]  # noqa: RUF005
     wait_for_inputs(PDL)
-    low_value = tl.load(x + row * stride + low, mask=low < num_columns, other=0.0)
-    high_value = tl.load(x + row * stride + high, mask=high < num_columns, other=0.0)
-    value = tl.reshape(tl.join(low_value, high_value), [1, SIZE])
+    values = ()
+    for chunk in tl.static_range(CHUNKS):
+        columns = column + chunk * HELD * _BLOCK
+        values = values + (_eights(x + row * stride + columns, columns, num_columns),)  # type: ignore[assignment]  # noqa: RUF005
     if NORM:
-        value = normalised(value, weight, eps, num_columns)
-    wide = value.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide)) / _E4M3_MAX, _SMALLEST_SCALE)
+        squares = tl.zeros([8, 4, WARPS], dtype=tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            wide = values[chunk].to(tl.float32)
+            squares += tl.sum(wide * wide, axis=3)
+        spread = tl.rsqrt(tl.sum(squares) / num_columns + eps)
+        normal = ()
+        for chunk in tl.static_range(CHUNKS):
+            once = (values[chunk].to(tl.float32) * spread).to(x.dtype.element_ty).to(tl.float32)
+            normal = normal + ((once * weights[chunk].to(tl.float32)).to(x.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
+        values = normal
+    most = tl.zeros([8, 4, WARPS], dtype=tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        most = tl.maximum(most, tl.max(tl.abs(values[chunk].to(tl.float32)), axis=3))
+    # What is not negative has the order of its bits.
+    largest = tl.max(most.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    scale = tl.maximum(largest / _E4M3_MAX, _SMALLEST_SCALE)
     tl.store(scales + row, scale)
-    scaled = wide / scale
-    # Adding what has the last bit of an e4m3 number of this size for its own last bit rounds to it. The numbers are not
-    # read back from their bytes: ptxas 12.8 takes them from a register that it has not written.
-    exponent = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    large = tl.maximum(exponent, 0.015625) * 1572864.0
-    rounded = (scaled + large) - large
-    blocks = tl.arange(0, BLOCKS)
-    of_block = tl.sum(tl.reshape(rounded, [BLOCKS, _BLOCK]), axis=1)
-    tl.store(sums + blocks * padded_rows + row, of_block, mask=blocks < num_blocks)
-    numbers = tl.reshape(rounded.to(out.dtype.element_ty), [BLOCKS, _BLOCK])
-    place = blocks[:, None].to(tl.int64) * padded_rows * _BLOCK + row * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    tl.store(out + place, numbers, mask=(blocks < num_blocks)[:, None])
+    inverse = 1.0 / scale
+    for chunk in tl.static_range(CHUNKS):
+        wide = values[chunk].to(tl.float32)
+        scaled = wide / scale if UNPACK == "" else _times(wide, inverse, UNPACK)
+        # Adding what has the last bit of an e4m3 number of this size for its own last bit rounds to it. The numbers are
+        # not read back from their bytes: ptxas 12.8 takes them from a register that it has not written.
+        exponent = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        large = tl.maximum(exponent, 0.015625) * 1572864.0
+        rounded = (scaled + large) - large
+        own = block + chunk * HELD
+        of_block = tl.broadcast_to(tl.sum(tl.sum(rounded, axis=3), axis=0, keep_dims=True), own.shape)
+        tl.store(sums + own * padded_rows + row, of_block, mask=(own < num_blocks) & (eighth == 0))
+        first = (own.to(tl.int64) * padded_rows + row) * _BLOCK + eighth * 16
+        place = first[:, :, :, None] + tl.arange(0, 16)
+        tl.store(out + place, rounded.to(out.dtype.element_ty), mask=(own < num_blocks)[:, :, :, None])
 
 
 def block_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> BlockRows:
@@ -142,12 +174,12 @@ def block_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Block
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     sums = torch.empty(num_blocks, padded_rows, dtype=torch.float32, device=x.device)
     rows = x if x.stride(1) == 1 else x.contiguous()
-    blocks = max(_LEAST_BLOCKS, next_power_of_2(num_blocks))
+    warps = 4 if num_blocks <= 16 else 8
     if num_rows:
         _block_rows_kernel[(num_rows,)](
             rows, rows if norm is None else norm, out, scales, sums, num_columns, num_blocks, padded_rows,
-            rows.stride(0), eps, BLOCKS=blocks, NORM=norm is not None, num_warps=min(16, max(4, blocks // 4)),
-            **launch_options(),
+            rows.stride(0), eps, WARPS=warps, CHUNKS=cdiv(num_blocks, 4 * warps), NORM=norm is not None,
+            UNPACK="" if out.device.type == "cpu" else _UNPACKING, num_warps=warps, **launch_options(),
         )  # fmt: skip
     return BlockRows(out, scales, sums)
 
