@@ -7,6 +7,7 @@ are the null block. So one CUDA graph serves many plans.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -116,7 +117,8 @@ class Layout(NamedTuple):
 
     @property
     def sections(self) -> list[Ints]:
-        return np.split(self.packed, np.cumsum(section_sizes(self.shape))[:-1])
+        sizes = section_sizes(self.shape)
+        return [self.packed[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def decode_rows(rows: list[Row]) -> list[Row]:
@@ -161,7 +163,7 @@ def lay_out(
     for section in (token_rows, sequence_rows, sample_rows):
         section[:] = padding_row
     token_rows[token_at] = np.repeat(numbers, counts)
-    positions[token_at] = runs(starts, counts)
+    positions[token_at] = token_at + np.repeat(starts - at, counts)
     sequence_rows[sequences] = numbers
     lengths[sequences] = starts + counts
     query_starts[: shape.decodes] = np.arange(shape.decodes)

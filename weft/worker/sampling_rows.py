@@ -5,7 +5,7 @@ only gathers those of its rows. A step whose rows all want the likeliest token g
 from __future__ import annotations
 
 import math
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,25 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Column = TypeVar("Column")
 
-RECORD = np.dtype(
-    [(name, np.float64) for name in ("temperature", "min_p_reach", "top_p", "repetition", "presence", "frequency")]
-    + [(name, np.int64) for name in ("seed", "top_k", "num_prompt", "num_top")]
-)
-"""min_p_reach: how far below the largest logit min_p lets a logit be, a number of at most 0.
-num_top: how many of the likeliest tokens' log probabilities are wanted; -1: no log probabilities at all."""
-PLAIN = np.array((0.0, -math.inf, 1.0, 1.0, 0.0, 0.0, 0, 0, 0, -1), dtype=RECORD)
+
+class Record(NamedTuple):
+    """The settings of one row; as they are here where it wants the likeliest token and nothing else."""
+
+    temperature: float = 0.0
+    min_p_reach: float = -math.inf
+    """How far below the largest logit min_p lets a logit be, a number of at most 0."""
+    top_p: float = 1.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    seed: int = 0
+    top_k: int = 0
+    num_prompt: int = 0
+    num_top: int = -1
+    """How many of the likeliest tokens' log probabilities are wanted; -1: no log probabilities at all."""
+
+
+RECORDS = np.dtype([(name, np.float64 if kind is float else np.int64) for name, kind in get_type_hints(Record).items()])
 LOWEST_TEMPERATURE = 1e-30
 """The lowest temperature: differences of logits, divided by it, are still finite."""
 
@@ -91,18 +103,18 @@ class SamplingSettings:
     def __init__(self, num_rows: int) -> None:
         self.rows_needing_sampler: set[int] = set()
         """Rows that want more than the likeliest token, or another one."""
-        self._records = np.full(num_rows, PLAIN)
+        self._records = np.full(num_rows, np.array(Record(), dtype=RECORDS))
         self._edits: dict[int, Edits] = {}
 
     def admit(self, admission: RowAdmission) -> None:
         self.release(admission.row)
-        record = _record(admission.params)
-        edits = _edits(admission.params, admission.num_prompt_tokens, admission.stop_token_ids)
+        params, num_prompt = admission.params, admission.num_prompt_tokens
+        record = _record(params, num_prompt)
+        edits = _edits(params, num_prompt, admission.stop_token_ids)
         if len(edits.early_ids):
             self._edits[admission.row] = edits
-        if len(edits.early_ids) or record != PLAIN or admission.params.grammar:
+        if len(edits.early_ids) or record != Record(num_prompt=num_prompt) or params.grammar:
             self.rows_needing_sampler.add(admission.row)
-        record["num_prompt"] = admission.num_prompt_tokens
         self._records[admission.row] = record
 
     def release(self, row: int) -> None:
@@ -153,19 +165,25 @@ class SamplingSettings:
         return places, np.concatenate(sums)
 
 
-def _record(params: SamplingParams) -> NDArray[np.void]:
-    record = PLAIN.copy()
-    if params.temperature > 0:
-        assert params.seed is not None
-        temperature = max(params.temperature, LOWEST_TEMPERATURE)
-        record["temperature"] = temperature
-        record["min_p_reach"] = temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
-        record["top_k"], record["top_p"], record["seed"] = params.top_k, params.top_p, params.seed
-    record["repetition"] = params.repetition_penalty
-    record["presence"] = params.presence_penalty
-    record["frequency"] = params.frequency_penalty
-    record["num_top"] = -1 if params.logprobs is None else params.logprobs
-    return record
+def _record(params: SamplingParams, num_prompt: int) -> Record:
+    plain = Record(
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        num_prompt=num_prompt,
+        num_top=-1 if params.logprobs is None else params.logprobs,
+    )
+    if params.temperature <= 0:
+        return plain
+    assert params.seed is not None
+    temperature = max(params.temperature, LOWEST_TEMPERATURE)
+    return plain._replace(
+        temperature=temperature,
+        min_p_reach=temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf,
+        top_p=params.top_p,
+        seed=params.seed,
+        top_k=params.top_k,
+    )
 
 
 def _edits(params: SamplingParams, num_prompt: int, stop_token_ids: list[int]) -> Edits:

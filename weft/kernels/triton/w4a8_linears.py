@@ -133,13 +133,13 @@ def _block_rows_kernel(
     if NORM:
         squares = tl.zeros([8, 4, WARPS], dtype=tl.float32)
         for chunk in tl.static_range(CHUNKS):
-            wide = values[chunk].to(tl.float32)
+            wide = values[chunk].to(tl.float32)  # type: ignore[var-annotated]
             squares += tl.sum(wide * wide, axis=3)
         spread = tl.rsqrt(tl.sum(squares) / num_columns + eps)
         normal = ()
         for chunk in tl.static_range(CHUNKS):
             once = (values[chunk].to(tl.float32) * spread).to(x.dtype.element_ty).to(tl.float32)
-            normal = normal + ((once * weights[chunk].to(tl.float32)).to(x.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
+            normal = normal + ((once * weights[chunk].to(tl.float32)).to(x.dtype.element_ty),)  # noqa: RUF005
         values = normal
     most = tl.zeros([8, 4, WARPS], dtype=tl.float32)
     for chunk in tl.static_range(CHUNKS):
