@@ -34,6 +34,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.waiting import wait_until
+from weft.bench.offline import LEAST_SECONDS
 
 SEVEN_B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 30,
@@ -97,7 +98,7 @@ def vllm_offline(python: str, model: Path, more: dict[str, Any], runs: int) -> F
             "disable_log_stats": True, **more,
         },
         "batch_sizes": BATCHES, "prompt_lengths": LENGTHS, "throughput": THROUGHPUT, "runs": runs, "seed": 0,
-        "vocabulary": VOCABULARY,
+        "vocabulary": VOCABULARY, "least_seconds": LEAST_SECONDS,
     }  # fmt: skip
     program = Path(__file__).with_name("vllm_offline.py")
     printed = _run([python, str(program), json.dumps(work)], vllm_environment())

@@ -49,7 +49,10 @@ def main() -> None:
 
     def measure(name: str, once: Callable[[], float]) -> None:
         once()
-        runs = [once() for _ in range(work["runs"])]
+        runs: list[float] = []
+        start = time.perf_counter()
+        while len(runs) < work["runs"] or time.perf_counter() - start < work["least_seconds"]:
+            runs.append(once())
         figures[name] = {"value": statistics.median(runs), "runs": runs}
         print(name, runs, file=sys.stderr, flush=True)
 

@@ -38,6 +38,8 @@ from weft.types import GenerationRequest, Output, Sample, SamplingParams
 DECODE_PROMPT_TOKENS = 128
 DECODE = "decode"
 FIRST_TOKEN = "first token"
+LEAST_SECONDS = 0.25
+"""How long a line is measured at least: two runs of a few milliseconds would be the noise of the machine."""
 
 
 class OfflineWork(Struct, frozen=True, kw_only=True):
@@ -241,15 +243,17 @@ def _seconds(requests: Sequence[Arrivals]) -> float:
 async def _measure(
     name: str, unit: str, once: Callable[[], Awaitable[float]], runs: int, tick: Tick, *, is_warm: bool
 ) -> Figure:
-    """Measure a line. Where the engine is not warm, a first run compiles, captures and fills caches; it is not
-    counted."""
+    """Measure a line, `runs` times and for LEAST_SECONDS. Where the engine is not warm, a first run compiles, captures
+    and fills caches; it is not counted."""
     if not is_warm:
         await once()
     tick(name)
-    values = []
-    for _ in range(runs):
+    values: list[float] = []
+    began = time.perf_counter()
+    while len(values) < runs or time.perf_counter() - began < LEAST_SECONDS:
         values.append(await once())
-        tick(name)
+        if len(values) <= runs:
+            tick(name)
     median = statistics.median(values)
     return Figure(name=name, value=median, unit=unit, spread=(max(values) - min(values)) / median, runs=values)
 
