@@ -84,7 +84,7 @@ def offline(
     requests: Annotated[int, typer.Option(min=1, help="Requests of the throughput line.")] = _WORK.requests,
     input_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = _WORK.input_tokens,
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each.")] = _WORK.output_tokens,
-    runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _WORK.runs,
+    runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs, or more.")] = _WORK.runs,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = _WORK.seed,
     adapters: Annotated[
         int, typer.Option(min=0, help="Random LoRA adapters that further decode lines share out over the batch.")

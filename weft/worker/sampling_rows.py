@@ -166,24 +166,15 @@ class SamplingSettings:
 
 
 def _record(params: SamplingParams, num_prompt: int) -> Record:
-    plain = Record(
-        repetition=params.repetition_penalty,
-        presence=params.presence_penalty,
-        frequency=params.frequency_penalty,
-        num_prompt=num_prompt,
-        num_top=-1 if params.logprobs is None else params.logprobs,
-    )
-    if params.temperature <= 0:
-        return plain
-    assert params.seed is not None
-    temperature = max(params.temperature, LOWEST_TEMPERATURE)
-    return plain._replace(
-        temperature=temperature,
-        min_p_reach=temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf,
-        top_p=params.top_p,
-        seed=params.seed,
-        top_k=params.top_k,
-    )
+    temperature, reach, top_p, seed, top_k = 0.0, -math.inf, 1.0, 0, 0
+    if params.temperature > 0:
+        assert params.seed is not None
+        temperature = max(params.temperature, LOWEST_TEMPERATURE)
+        reach = temperature * math.log(params.min_p) if params.min_p > 0 else reach
+        top_p, seed, top_k = params.top_p, params.seed, params.top_k
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    num_top = -1 if params.logprobs is None else params.logprobs
+    return Record(temperature, reach, top_p, *penalties, seed, top_k, num_prompt, num_top)
 
 
 def _edits(params: SamplingParams, num_prompt: int, stop_token_ids: list[int]) -> Edits:

@@ -90,10 +90,8 @@ def block_order(device: torch.device | str = "cpu") -> Tensor:
 
 
 @triton.jit
-def _times(x, y, UNPACK: tl.constexpr):
+def _times(x, y):
     """Return x * y, rounded before anything is added to it."""
-    if UNPACK == "":
-        return x * y
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
 
 
@@ -151,7 +149,7 @@ def _block_rows_kernel(
     inverse = 1.0 / scale
     for chunk in tl.static_range(CHUNKS):
         wide = values[chunk].to(tl.float32)
-        scaled = wide / scale if UNPACK == "" else _times(wide, inverse, UNPACK)
+        scaled = wide / scale if UNPACK == "" else _times(wide, inverse)
         # Adding what has the last bit of an e4m3 number of this size for its own last bit rounds to it. The numbers are
         # not read back from their bytes: ptxas 12.8 takes them from a register that it has not written.
         exponent = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
