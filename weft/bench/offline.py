@@ -109,7 +109,7 @@ async def _measured(config: Config, work: OfflineWork, tick: Tick) -> OfflineRep
         for name, unit, once in bench.lines():
             # On a CPU no step compiles or captures anything: memory is touched once for all lines.
             is_warm = bool(figures) and engine.model.device == "cpu"
-            figures.append(await _measure(name, unit, once, work.runs, tick, is_warm=is_warm))
+            figures.append(await measure(name, unit, once, work.runs, tick, is_warm=is_warm))
         peak = max(map(peak_mib, processes_below(os.getpid())), default=0.0)
     finally:
         await engine.close()
@@ -240,7 +240,7 @@ def _seconds(requests: Sequence[Arrivals]) -> float:
     return max(arrivals[-1][0] for arrivals in requests)
 
 
-async def _measure(
+async def measure(
     name: str, unit: str, once: Callable[[], Awaitable[float]], runs: int, tick: Tick, *, is_warm: bool
 ) -> Figure:
     """Measure a line, `runs` times and for LEAST_SECONDS. Where the engine is not warm, a first run compiles, captures

@@ -37,7 +37,7 @@ _LEAST = tl.constexpr(-1.0e30)
 _TOKENS = 16
 """In a tile. They lie in one block: block sizes are multiples of it."""
 _RESIDENT = 8 * 132
-"""Programs that are on an H200 at once, or more, with as many tiles on their way to each as no more programs need."""
+"""Programs up to which an H200 has all of them at once: each has more tiles on its way then."""
 _LEAST_ROWS, _LEAST_TURNED = 16, 8
 """Query heads that the units multiply at least, as rows and as columns."""
 _FP8_TOKENS, _FP8_STAGES, _FP8_WARPS = 32, 3, 1
