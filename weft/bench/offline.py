@@ -39,7 +39,7 @@ DECODE_PROMPT_TOKENS = 128
 DECODE = "decode"
 FIRST_TOKEN = "first token"
 LEAST_SECONDS = 0.25
-"""How long a line is measured at least: two runs of a few milliseconds would be the noise of the machine."""
+"""A line is measured for at least so long: two runs of a few milliseconds would be the noise of the machine."""
 
 
 class OfflineWork(Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ class Record(NamedTuple):
 
     temperature: float = 0.0
     min_p_reach: float = -math.inf
-    """How far below the largest logit min_p lets a logit be, a number of at most 0."""
+    """By min_p a logit may be so far below the largest, a number of at most 0."""
     top_p: float = 1.0
     repetition: float = 1.0
     presence: float = 0.0
@@ -32,7 +32,7 @@ class Record(NamedTuple):
     top_k: int = 0
     num_prompt: int = 0
     num_top: int = -1
-    """How many of the likeliest tokens' log probabilities are wanted; -1: no log probabilities at all."""
+    """So many of the likeliest tokens' log probabilities are wanted; -1: no log probabilities at all."""
 
 
 RECORDS = np.dtype([(name, np.float64 if kind is float else np.int64) for name, kind in get_type_hints(Record).items()])
@@ -166,15 +166,21 @@ class SamplingSettings:
 
 
 def _record(params: SamplingParams, num_prompt: int) -> Record:
-    temperature, reach, top_p, seed, top_k = 0.0, -math.inf, 1.0, 0, 0
-    if params.temperature > 0:
-        assert params.seed is not None
-        temperature = max(params.temperature, LOWEST_TEMPERATURE)
-        reach = temperature * math.log(params.min_p) if params.min_p > 0 else reach
-        top_p, seed, top_k = params.top_p, params.seed, params.top_k
-    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    num_top = -1 if params.logprobs is None else params.logprobs
-    return Record(temperature, reach, top_p, *penalties, seed, top_k, num_prompt, num_top)
+    record = Record(
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        num_prompt=num_prompt,
+        num_top=-1 if params.logprobs is None else params.logprobs,
+    )
+    if params.temperature <= 0:
+        return record
+    assert params.seed is not None
+    temperature = max(params.temperature, LOWEST_TEMPERATURE)
+    reach = temperature * math.log(params.min_p) if params.min_p > 0 else record.min_p_reach
+    return record._replace(
+        temperature=temperature, min_p_reach=reach, top_p=params.top_p, seed=params.seed, top_k=params.top_k
+    )
 
 
 def _edits(params: SamplingParams, num_prompt: int, stop_token_ids: list[int]) -> Edits:

@@ -134,8 +134,8 @@ def _decode_kernel(
     TURNED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUP query heads share a key head: a matrix product, its rows padded to the least that the units take, 16, or 8
-    where the products are TURNED. That is less work, and what a program leaves to others takes longer to store. One
-    warp does it all and waits for no other: what is short here is the memory, and many programs keep it busy."""
+    where the products are TURNED, which is less work, and slower where sequences are split. One warp does it all and
+    waits for no other: what is short here is the memory, and many programs keep it busy."""
     group = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     # Lengths and tables are inputs of the whole step, which no kernel within it writes.

@@ -59,6 +59,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def divided(row, scale):
+    """Divide a row by its scale. A GPU divides by multiplying with the inverse: that is computed once, not for each
+    number. A quotient is rounded before anything is added to it."""
+    if _IS_INTERPRETED:
+        return row / scale
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [row, 1.0 / scale], tl.float32, is_pure=True, pack=1
+    )
+
+
 _BLOCK = 1024
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weft.kernels.fp8 import E4M3, E4M3_MAX, GROUP, SMALLEST_SCALE, ScaledRows
 from weft.kernels.rotated import MOST, SIDE
-from weft.kernels.triton.elementwise import normalised, silu_times
+from weft.kernels.triton.elementwise import divided, normalised, silu_times
 from weft.kernels.triton.launch import (
     awaits_slow_kernels,
     cdiv,
@@ -37,17 +37,7 @@ _LIBRARY_ALIGNMENT = 16
 MIN_WIDE_ROWS, MAX_WIDE_ROWS = 65, 256
 """Rows from which the kernel for compute capability 9 is the fastest, and up to which it adds e4m3 products."""
 _MULTIPROCESSORS = 132
-_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _SIDE, _SHARE, _MOST = tl.constexpr(SIDE), tl.constexpr(SIDE**-0.5), tl.constexpr(MOST)
-
-
-@triton.jit
-def _divided(row, scale):
-    """Divide a row by its scale. A GPU divides by multiplying with the inverse: it is computed once, not for each
-    number."""
-    if _IS_INTERPRETED:
-        return row / scale
-    return row * (1.0 / scale)
 
 
 @triton.jit
@@ -66,7 +56,7 @@ def _quantise_kernel(
     wide = value.to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(wide)) / _E4M3_MAX, _SMALLEST_SCALE)
     tl.store(scales + row, scale)
-    tl.store(out + row * num_columns + columns, _divided(wide, scale).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * num_columns + columns, divided(wide, scale).to(out.dtype.element_ty), mask=inside)
 
 
 def quantise_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> ScaledRows:
@@ -108,7 +98,7 @@ def _quantise_gated_kernel(
     scale = tl.maximum(tl.max(largest) / _E4M3_MAX, _SMALLEST_SCALE)
     tl.store(scales + row, scale)
     for block in tl.static_range(BLOCKS):
-        rounded = _divided(held[block].to(tl.float32), scale).to(out.dtype.element_ty)
+        rounded = divided(held[block].to(tl.float32), scale).to(out.dtype.element_ty)
         tl.store(out + row * width + block * BLOCK + column, rounded, mask=column < width - block * BLOCK)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from weft.kernels.fp8 import E4M3, E4M3_MAX, SMALLEST_SCALE
 from weft.kernels.int_weights import BLOCK, MIDDLE, TILE, IntWeight
+from weft.kernels.triton.elementwise import divided
 from weft.kernels.triton.int_jobs import job_of, store_outputs, tiles_of, words_of
 from weft.kernels.triton.launch import cdiv, is_last, launch_options, wait_for_inputs, zeroed_counters
 
@@ -90,12 +91,6 @@ def block_order(device: torch.device | str = "cpu") -> Tensor:
 
 
 @triton.jit
-def _times(x, y):
-    """Return x * y, rounded before anything is added to it."""
-    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def _eights(pointers, columns, num_columns):
     """Load places of blocks, [8, 4, WARPS, 16], from these columns and those half a block behind them."""
     HALF: tl.constexpr = _BLOCK // 2
@@ -107,7 +102,7 @@ def _eights(pointers, columns, num_columns):
 @triton.jit
 def _block_rows_kernel(
     x, norm, out, scales, sums, num_columns, num_blocks, padded_rows, stride, eps,
-    WARPS: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr, UNPACK: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row is in chunks of 4 * WARPS blocks. A thread has an eighth of a block, 16 places, and its neighbours have the
     others: they load and store whole lines, and what they have stays with them. Eighths are the first dimension, as
@@ -146,10 +141,8 @@ def _block_rows_kernel(
     largest = tl.max(most.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     scale = tl.maximum(largest / _E4M3_MAX, _SMALLEST_SCALE)
     tl.store(scales + row, scale)
-    inverse = 1.0 / scale
     for chunk in tl.static_range(CHUNKS):
-        wide = values[chunk].to(tl.float32)
-        scaled = wide / scale if UNPACK == "" else _times(wide, inverse)
+        scaled = divided(values[chunk].to(tl.float32), scale)
         # Adding what has the last bit of an e4m3 number of this size for its own last bit rounds to it. The numbers are
         # not read back from their bytes: ptxas 12.8 takes them from a register that it has not written.
         exponent = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -177,7 +170,7 @@ def block_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Block
         _block_rows_kernel[(num_rows,)](
             rows, rows if norm is None else norm, out, scales, sums, num_columns, num_blocks, padded_rows,
             rows.stride(0), eps, WARPS=warps, CHUNKS=cdiv(num_blocks, 4 * warps), NORM=norm is not None,
-            UNPACK="" if out.device.type == "cpu" else _UNPACKING, num_warps=warps, **launch_options(),
+            num_warps=warps, **launch_options(),
         )  # fmt: skip
     return BlockRows(out, scales, sums)
 
