@@ -21,18 +21,18 @@ Column = TypeVar("Column")
 class Record(NamedTuple):
     """The settings of one row; as they are here where it wants the likeliest token and nothing else."""
 
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    num_prompt: int = 0
+    num_top: int = -1
+    """So many of the likeliest tokens' log probabilities are wanted; -1: no log probabilities at all."""
     temperature: float = 0.0
     min_p_reach: float = -math.inf
     """By min_p a logit may be so far below the largest, a number of at most 0."""
     top_p: float = 1.0
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
-    seed: int = 0
     top_k: int = 0
-    num_prompt: int = 0
-    num_top: int = -1
-    """So many of the likeliest tokens' log probabilities are wanted; -1: no log probabilities at all."""
+    seed: int = 0
 
 
 RECORDS = np.dtype([(name, np.float64 if kind is float else np.int64) for name, kind in get_type_hints(Record).items()])
@@ -166,21 +166,14 @@ class SamplingSettings:
 
 
 def _record(params: SamplingParams, num_prompt: int) -> Record:
-    record = Record(
-        repetition=params.repetition_penalty,
-        presence=params.presence_penalty,
-        frequency=params.frequency_penalty,
-        num_prompt=num_prompt,
-        num_top=-1 if params.logprobs is None else params.logprobs,
-    )
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    num_top = -1 if params.logprobs is None else params.logprobs
     if params.temperature <= 0:
-        return record
+        return Record(*penalties, num_prompt, num_top)
     assert params.seed is not None
     temperature = max(params.temperature, LOWEST_TEMPERATURE)
-    reach = temperature * math.log(params.min_p) if params.min_p > 0 else record.min_p_reach
-    return record._replace(
-        temperature=temperature, min_p_reach=reach, top_p=params.top_p, seed=params.seed, top_k=params.top_k
-    )
+    reach = temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
+    return Record(*penalties, num_prompt, num_top, temperature, reach, params.top_p, params.top_k, params.seed)
 
 
 def _edits(params: SamplingParams, num_prompt: int, stop_token_ids: list[int]) -> Edits:
